@@ -1,6 +1,6 @@
 """All errors that jspec raises on purpose.
 
-Each message names the field, its value and what was expected: enough to act on.
+Each message names the field, its value and what was expected, which is enough to act on.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def shown(value: object) -> str:
 
 
 def shown_json(value: object) -> str:
-    """Return a value of a request for a message: as `shown`, with JSON's true, false and null."""
+    """Return a request's value for a message: like `shown`, with JSON's true, false and null."""
     text = _json_text(value, SHOWN_CHARS)
     return text if len(text) <= SHOWN_CHARS else f"{text[: SHOWN_CHARS - 3]}..."
 
@@ -51,7 +51,7 @@ def _json_text(value: object, num_chars: int) -> str:
 
 
 def reason_of(error: OSError) -> str:
-    """The system's own words, without the path: No space left on device."""
+    """Return the system's own words, without the path: No space left on device."""
     return error.strerror or str(error) or type(error).__name__
 
 
@@ -74,7 +74,7 @@ def unknown_field(where: str, name: str, known: Collection[str], *, hint: str = 
 class JspecError(Exception):
     """Base of all errors raised on purpose.
 
-    message: for a server's client. detail: what follows it for whoever runs the engine: words of
+    message: for a server's clients. detail: further text for the operator, such as messages of
     other libraries, which name files and addresses.
     """
 
@@ -104,7 +104,7 @@ class NoCheckpointError(CheckpointError):
 
 
 class OutputError(JspecError):
-    """A file that could not be written: the disk is full, or the system refuses it."""
+    """Raised for a file that could not be written, such as on a full disk."""
 
 
 class TrainingError(JspecError):
@@ -118,7 +118,7 @@ class RequestError(JspecError, ValueError):
 class ContextLengthError(RequestError):
     """Raised for a prompt, or a prompt and its answer, longer than the context.
 
-    It ends in OpenAI's words, by which clients choose a shorter prompt or another model.
+    Its message ends in OpenAI's words, which clients recognize to choose a shorter prompt.
     """
 
     def __init__(self, message: str, *, context_length: int | None = None) -> None:
@@ -153,11 +153,11 @@ class EngineClosedError(JspecError):
 
 
 class RunnerError(JspecError):
-    """Raised when a call of the runner failed: its device state is lost. It may be restarted."""
+    """Raised when a runner call failed: its device state is lost. It may be restarted."""
 
 
 class RequestFailedError(JspecError):
-    """Raised for a request that was running at more engine failures than it is retried."""
+    """Raised for a request that ran at more engine failures than it is retried."""
 
 
 class InvariantError(JspecError, RuntimeError):
@@ -174,14 +174,14 @@ class SequenceError(InvariantError):
 
 
 class ResultError(InvariantError):
-    """Raised for a step's result that its plan cannot have: the device's state is wrong."""
+    """Raised for a step's result that does not fit its plan: the device's state is wrong."""
 
 
 def clear_frames(error: BaseException) -> None:
     """Clear the frames of finished functions in the traceback of `error` and of its causes.
 
-    The traceback stays readable. Otherwise every reference to the error keeps their locals alive:
-    after a failed start, weights and compiled programs.
+    The traceback stays readable. Otherwise every reference to the error would keep their locals
+    alive, such as weights and compiled programs after a failed start.
     """
     seen: set[int] = set()
     waiting: list[BaseException | None] = [error]

@@ -119,7 +119,7 @@ def _check_earlier(earlier: Path, requests: Path, path: Path, total: int) -> Non
 
 
 def _copy_first(requests: Path, earlier: Path | None, answers: AnswerFile) -> None:
-    """Copy what needs no engine, so that none starts if no line is left to run."""
+    """Copy the answers that need no engine, so that none starts if no line is left to run."""
     with closing(_lines(requests, earlier)) as lines:
         for line in itertools.islice(lines, answers.num_written, None):
             if line.answered is None:
@@ -153,7 +153,6 @@ def _created(paths: Sequence[Path]) -> int:
 
 
 def _of_replicas(options: Namespace) -> dict[str, Any]:
-    """Return the flags of replicas that are given. Raises ConfigError for one without --ray."""
     values = {name: getattr(options, name) for name in REPLICA_FLAGS}
     given = {name: value for name, value in values.items() if value is not None}
     if given and options.ray is None:
@@ -164,8 +163,6 @@ def _of_replicas(options: Namespace) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """A run over the lines that are not answered yet."""
-
     settings: Settings
     requests: Path
     answers: AnswerFile

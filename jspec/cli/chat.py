@@ -126,7 +126,7 @@ class Chat:
             self._note(HELP if line == "/help" else f"unknown command {line!r}: {HELP}")
 
     def turn(self, text: str) -> None:
-        """Send one message and stream its answer. Ctrl-C stops it; its text so far stays."""
+        """Send one message and stream its answer. Ctrl-C stops it and keeps its text so far."""
         said: list[dict[str, str]] = []
         if not self.messages and self.system is not None:
             said.append({"role": "system", "content": self.system})

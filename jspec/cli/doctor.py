@@ -21,7 +21,7 @@ DEVICE_HELP = "examine the devices alone: versions, memory, and a first measurem
 
 
 def run_doctor(argv: Sequence[str]) -> int:
-    """Return 0 whatever is found: a pair that does not pay is not a failure."""
+    """Return 0 whatever is found, since a pair that does not pay is not a failure."""
     if _is_device_alone(argv):
         return _run_device(argv)
     parser = FlagParser(
@@ -58,13 +58,12 @@ def run_doctor(argv: Sequence[str]) -> int:
 
 
 def _is_device_alone(argv: Sequence[str]) -> bool:
-    """With a value, --device is SGLang's flag, which is accepted and ignored."""
+    """Return whether --device has no value. With a value it is SGLang's flag, which is ignored."""
     after = argv[argv.index(DEVICE) + 1 :][:1] if DEVICE in argv else ["none"]
     return not after or after[0].startswith("-")
 
 
 def _run_device(argv: Sequence[str]) -> int:
-    """Return 1 if jax runs on the CPU of a host that has an accelerator."""
     parser = FlagParser(
         prog="jspec doctor --device",
         allow_abbrev=False,

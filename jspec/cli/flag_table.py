@@ -1,4 +1,4 @@
-"""Table of all `jspec serve` flags: SGLang's names, and what jspec does with each.
+"""Table of all `jspec serve` flags: SGLang's names, and jspec's treatment of each.
 
 A flag is implemented (a field of EngineArgs or ServerArgs), or declared here: accepted with a
 warning but no effect, or refused with the reason unless its value is neutral.
@@ -25,7 +25,7 @@ class FlagClass(enum.Enum):
 
 
 class FlagKind(enum.Enum):
-    """Type of the flag's value. SWITCH: none. MANY: any number of words."""
+    """Type of the flag's value. A SWITCH has none, MANY takes any number of words."""
 
     SWITCH = "switch"
     INT = "int"
@@ -40,7 +40,7 @@ class Flag:
     kind: FlagKind
     flag_class: FlagClass
     text: str
-    argument: str = ""  # the argument that the flag sets, a SWITCH to `const`
+    argument: str = ""  # the argument that the flag sets; a SWITCH sets it to `const`
     const: FlagValue = True
     is_primary: bool = True  # describes the argument; others may set it too
     neutral: tuple[str, ...] = ()  # values with which a refused flag is allowed

@@ -44,13 +44,12 @@ def add_flags(
     parser: argparse.ArgumentParser,
     *,
     groups: Sequence[str] = tuple(GROUPS),
-    also: Sequence[str] = (),
-    unlisted: Sequence[str] = (),
+    also: Sequence[str] = (),  # arguments of other groups, listed under Answers
+    unlisted: Sequence[str] = (),  # arguments that the command refuses
 ) -> None:
     """Add `--config` and the flags of `groups`, after the command's own flags.
 
-    The help lists only implemented ones, and its usage only the command's own.
-    also: arguments of other groups, listed under Answers. unlisted: ones that the command refuses
+    The help lists only implemented flags, and its usage only the command's own.
     """
     parser.add_argument("--config", metavar="FILE.toml", help="Read arguments from a file")
     own_usage = parser.format_usage().removeprefix("usage: ").rstrip()

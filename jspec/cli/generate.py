@@ -73,7 +73,7 @@ async def generate(
     out: Screen,
     notes: Screen,
 ) -> Summary:
-    """Stream one completion after its prompt and close the engine, also when cancelled."""
+    """Stream one completion after its prompt and close the engine, even if cancelled."""
     (request,) = engine.requests(prompt=prompt, sampling_params=sampling)
     out.write(painter.prompt(prompt))
     out.flush()

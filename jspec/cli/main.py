@@ -118,7 +118,7 @@ def _guarded(run: Callable[[], int]) -> int:
 
 
 def _forget_output() -> None:
-    """Discard buffered output that nothing reads, so that flushing at exit raises no error."""
+    """Discard buffered output that has no reader, so that flushing at exit raises no error."""
     try:
         sys.stdout.flush()
     except OSError:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from jspec.engine.programs.compilation import Progress
     from jspec.serving.engine import Engine
 
-SEED_BITS = 32  # of a drawn seed: enough to avoid repeats, few enough to type
+SEED_BITS = 32  # of a random seed: enough to avoid repeats, few enough to type
 ENGINE_GROUPS = tuple(title for title in GROUPS if title != "Server")
 # Flags' names in argparse, and the sampling parameters that they set.
 SAMPLED = {
@@ -199,7 +199,7 @@ async def stream_answer(
     notes: Screen,
     texts: list[str] | None = None,
 ) -> Summary:
-    """Stream an answer to `out` and append it to `texts`; summary to `notes`, also if cancelled."""
+    """Stream an answer to `out` and append it to `texts`; summary to `notes`, even if cancelled."""
     tracker = SpecTokenTracker(engine.tokenizer)
     started, num_tokens, counters = time.monotonic(), 0, SpecCounters()
     first, stream = started, None

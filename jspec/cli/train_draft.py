@@ -25,13 +25,13 @@ from jspec.training.draft_settings import DraftJob, Kind
 from jspec.training.loop import LoopConfig
 
 DTYPES = {"bfloat16": jnp.bfloat16, "float16": jnp.float16, "float32": jnp.float32}
-SAMPLE_TEMPERATURES = (0.0, 0.4, 0.7, 1.0, 1.0, 1.0)  # hot rows vary more; cold ones soon loop
+SAMPLE_TEMPERATURES = (0.0, 0.4, 0.7, 1.0, 1.0, 1.0)  # low ones soon loop, high ones vary more
 COUNTS = (
     *("num_steps", "batch_size", "length", "log_every", "eval_every", "checkpoint_every"),
     *("held_out_rows", "num_depths", "draft_vocab_size", "intermediate_size", "devices"),
     *("num_layers", "num_roots", "rank"),
 )
-# (a GPU or TPU, a CPU): a laptop finishes a step of the small ones in seconds.
+# (for a GPU or TPU, for a CPU): a laptop finishes a step of the small ones in seconds.
 DEFAULTS = {
     "num_steps": (10000, 500),
     "batch_size": (8, 4),
@@ -43,7 +43,7 @@ DEFAULTS = {
     "serve_prompts": (16, 4),
 }
 SERVED_STEPS = 3  # S of the chain that measures acceptance, where each depth is a forward
-# The engine's algorithm for a kind of head that is not named like it.
+# The engine's algorithm for a kind of head with another name.
 ALGORITHMS = {
     Kind.NEXTN: "EAGLE",
     Kind.DFLASH2: "DFLASH",
@@ -185,7 +185,7 @@ def _add_schedule(group: argparse._ArgumentGroup) -> None:
 
 
 def set_defaults(options: argparse.Namespace, *, on_cpu: bool) -> str:
-    """Set what was not given; return a line about it if the defaults are a CPU's, else ""."""
+    """Set defaults of missing options; return a line about them on a CPU, else ""."""
     unset = [name for name in DEFAULTS if getattr(options, name) is None]
     for name in unset:
         setattr(options, name, DEFAULTS[name][on_cpu])

@@ -1,7 +1,4 @@
-"""Declaration of an engine or server argument: one dataclass field.
-
-Its check, its flag, the flag's help and its entry in the docs derive from it.
-"""
+"""Declaration of an argument as a dataclass field, which gives its check, flag, help and docs."""
 
 from __future__ import annotations
 
@@ -21,8 +18,8 @@ _METADATA = "argument"
 TEXTS = "tuple[str, ...]"  # a type: several words of a flag
 _FLAG = re.compile(r"--([a-z-]+)")
 _WORDS = re.compile("[-_]")
-NEAR_NAME = 0.7  # least similarity of a suggested name: stop must not match tp
-# Also gs:/b/c, since pathlib turns gs://b/c into that.
+NEAR_NAME = 0.7  # minimum similarity of a suggested name: stop must not match tp
+# Also gs:/b/c, to which pathlib changes gs://b/c.
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://|(gs|s3|hf|file|https?):", re.IGNORECASE)
 
 AT_START = (  # of compile_at_start
@@ -63,7 +60,7 @@ class Argument:
     group: str
     aliases: tuple[str, ...] = ()  # other names of its flag
     choices: tuple[str, ...] = ()  # all its values
-    translated: Mapping[str, str] = field(default_factory=dict)  # others' values to ours
+    translated: Mapping[str, str] = field(default_factory=dict)  # other servers' values to ours
     replaced: Mapping[str, str] = field(default_factory=dict)  # the same, with a warning
     low: float | None = None
     high: float | None = None
@@ -92,7 +89,7 @@ def type_of(declared: Field[Any]) -> str:
 def check_arguments(given: Any) -> None:
     """Raise ConfigError for the first field with an invalid value; None is valid as the default.
 
-    Paths in text fields become strings, and lists tuples, also in a frozen dataclass.
+    Paths in text fields become strings, and lists tuples, even in a frozen dataclass.
     """
     for declared in fields(given):
         value = getattr(given, declared.name)
@@ -192,7 +189,7 @@ def meant_argument(name: str, *declared: type[Any]) -> str:
 def near_name(name: str, known: Sequence[str]) -> str:
     """Return the closest name in `known`, or else the only one that contains all of its words.
 
-    pagesize → page_size, max_queued → max_queued_requests, num_steps → "" (of two)
+    pagesize → page_size, max_queued → max_queued_requests, num_steps → "" (two contain it)
     """
     near = difflib.get_close_matches(name, known, n=1, cutoff=NEAR_NAME)
     words = set(_WORDS.split(name))

@@ -1,8 +1,8 @@
 """Draft algorithms: one record each, by name. Host data; the names are SGLang's.
 
-The scheduler reserves pages by these numbers and knows no drafter. The record's device half, which
+The scheduler reserves pages by these numbers and knows no drafter. A record's device half, which
 reads a checkpoint and builds the drafter, is in `speculative/drafters/registry.py` under the same
-name; a drafter carries its record, so the two cannot differ.
+name. A drafter carries its record, so the two cannot differ.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from jspec.errors import ConfigError
 from jspec.spec import indexing
 
 DEFAULT_STEPS = 3
-LEAST_SHARED_NODES = 8  # of a draft model and a lookup, if N is not given
+LEAST_SHARED_NODES = 8  # minimum N of a draft model with a lookup, if N is not given
 OfTree = Callable[[int, int], int]  # of S and K
 
 
@@ -25,33 +25,33 @@ def _nothing(num_steps: int, topk: int) -> int:
 
 
 def emitted(num_steps: int, topk: int) -> int:
-    """M slots: one per token that a verification can emit."""
+    """Return M slots: one per token that a verification can emit."""
     del topk
     return indexing.max_emitted(num_steps)
 
 
 def beams(num_steps: int, topk: int) -> int:
-    """K slots per draft forward, one forward per level after the first."""
+    """Return K slots per draft forward, with one forward per level after the first."""
     return topk * max(num_steps - 1, 0)
 
 
 def _emitted_and_root(num_steps: int, topk: int) -> int:
-    """M + 1 slots: the next root's slot is written too, which the next propose builds on."""
+    """Return M + 1 slots: the next root's slot, which the next propose reads, is written too."""
     return emitted(num_steps, topk) + 1
 
 
 def _root_and_beams(num_steps: int, topk: int) -> int:
-    """The beams follow the root's slot."""
     return 1 + beams(num_steps, topk)
 
 
 def expanded(num_steps: int, topk: int) -> int:
-    """K candidates at level 1; at each later level K for each of the K best before it."""
+    """Return K candidates at level 1, and at each later level K for each of the K best before
+    it."""
     return topk + max(num_steps - 1, 0) * topk * topk
 
 
 def _lag(num_steps: int, topk: int) -> int:
-    """Layer s lags by s; level i + 1 comes from layer i."""
+    """Return the lag of the last layer: layer s lags by s, and level i + 1 comes from layer i."""
     del topk
     return max(num_steps - 1, 0)
 
@@ -62,36 +62,26 @@ def _branches(num_steps: int, topk: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Algorithm:
-    """How drafts are made, as the host knows it.
+    """A draft algorithm as the host knows it.
 
-    name: SGLang's `speculative_algorithm`. bundled_draft: folder of the bundled target's draft.
-    lookahead: what a drafter caches at position i depends on tokens up to i + lookahead, and on
-        as many more as its last layer lags behind (`tokens_ahead`).
-    lag: slots by which its last layer lags behind, by S and K: slots before L that propose writes,
-        too, and that the next advance writes again.
-
-    propose_slots, advance_slots: cache slots written past L, by S and K; L is the committed length
-        before the verification whose tokens `advance` is given.
-    num_candidates: nodes that its tree can be chosen from, by S and K; `candidates` in words.
-    keeps_ids: its state derives from the ids of its row alone; a row that begins after a cached
-        prefix must be given the ids in it.
-    has_model: a draft model's checkpoint is needed. in_target: the target's may be it.
-    default_steps: S if none is requested. is_block: one forward drafts all levels.
+    L is the committed length before the verification whose tokens `advance` is given.
     """
 
-    name: str
+    name: str  # SGLang's `speculative_algorithm`
+    # The cache of the drafter's first layer at position i depends on tokens up to i + lookahead.
     lookahead: int = 0
-    propose_slots: OfTree = _nothing
-    advance_slots: OfTree = _nothing
-    num_candidates: OfTree = _nothing
-    candidates: str = "none"
-    keeps_ids: bool = False
-    has_model: bool = False
+    propose_slots: OfTree = _nothing  # cache slots that propose writes past L
+    advance_slots: OfTree = _nothing  # cache slots that advance writes past L
+    num_candidates: OfTree = _nothing  # nodes that its tree can be chosen from
+    candidates: str = "none"  # num_candidates in words
+    keeps_ids: bool = False  # its state derives from the row's ids, even those of a cached prefix
+    has_model: bool = False  # a draft model's checkpoint is needed
+    # Slots by which its last layer lags; propose writes them too, and the next advance again.
     lag: OfTree = _nothing
-    in_target: bool = False
-    default_steps: int = DEFAULT_STEPS
-    is_block: bool = False
-    bundled_draft: str | None = None
+    in_target: bool = False  # the target's checkpoint may have the draft model
+    default_steps: int = DEFAULT_STEPS  # S if none is requested
+    is_block: bool = False  # one forward drafts all levels
+    bundled_draft: str | None = None  # folder of the bundled target's draft
 
     NONE: ClassVar[Algorithm]
     EAGLE: ClassVar[Algorithm]
@@ -107,7 +97,7 @@ class Algorithm:
         return hash(self.name)
 
     def __repr__(self) -> str:
-        """The name: part of the keys of stored programs, so it holds no address."""
+        """Return the name, since it is part of the keys of stored programs."""
         return self.name
 
     def tokens_ahead(self, num_steps: int, topk: int) -> int:
@@ -119,7 +109,7 @@ class Algorithm:
     ) -> tuple[int, int, int]:
         """Return S/K/N with defaults for None: K = 1, and as many nodes as suit S and K.
 
-        lookup: the nodes are shared with one.
+        lookup: the nodes are shared with a lookup.
         """
         topk = 1 if topk is None else topk
         if steps is None:
@@ -135,7 +125,7 @@ class Algorithm:
 
 
 ALGORITHMS: dict[str, Algorithm] = {}
-# Other names of an algorithm, as a flag's value: the checkpoint decides what it drafts with.
+# Other flag values for an algorithm, whose variant the checkpoint determines.
 ALIASES = {"DSPARK": "DFLASH"}
 
 
@@ -183,9 +173,9 @@ Algorithm.NEXTN = _expanding("NEXTN", lookahead=1, in_target=True, bundled_draft
 Algorithm.MULTI_LAYER_EAGLE = _expanding(
     "MULTI_LAYER_EAGLE", lookahead=1, lag=_lag, in_target=True, bundled_draft="draft_mtp"
 )
-# A block in one forward, in S + 1 scratch slots. What is cached of a token is made of its feature.
+# A block in one forward, in S + 1 scratch slots. A token's cache entry is made of its feature.
 Algorithm.DFLASH = _expanding("DFLASH", propose_slots=emitted, default_steps=7, is_block=True)
-# A model that reads the target's caches and has none; NEXTN and EAGLE with its files mean it, too.
+# A model that reads the target's caches and has none. NEXTN and EAGLE with its files mean it too.
 Algorithm.FROZEN_KV_MTP = _expanding(
     "FROZEN_KV_MTP", propose_slots=_nothing, advance_slots=_nothing
 )

@@ -1,7 +1,7 @@
-"""Which experts each device has: maps from physical experts to the model's, and their balance.
+"""Maps from physical experts on devices to the model's experts, and their balance.
 
-A layer's map has the logical expert of each physical one, in the order of the devices, which have
-equally many. A logical expert with several physical ones is replicated.
+A layer's map has the logical expert of each physical one, in the order of the devices, which all
+have the same number. A logical expert with several physical ones is replicated.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def in_order(num_experts: int, num_spares: int) -> LayerMap:
 def balanced(counts: Sequence[float], *, num_spares: int, num_devices: int) -> LayerMap:
     """Return a map with the most used experts replicated and even loads of the devices.
 
-    counts: use of each expert; num_devices divides their number plus num_spares. The devices'
-    loads differ by at most the load of one copy.
+    counts: use of each expert. num_devices divides the number of experts plus num_spares. The
+    devices' loads differ by at most the load of one copy.
 
     In:  counts [6 1 1 2], 2 spares, 2 devices (copies: 0 0 0 with 2 each, 3 with 2, 1 and 2 with 1)
     Out: [0 0 1 0 3 2]

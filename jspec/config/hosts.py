@@ -52,7 +52,7 @@ def given_place(args: Any) -> HostPlace | None:
 
 
 def check_hosts(args: Any) -> None:
-    """Raise ConfigError for arguments that several hosts do not serve."""
+    """Raise ConfigError for arguments that several hosts do not support."""
     if given_place(args) is not None:
         check_served(args, args.nnodes)
 

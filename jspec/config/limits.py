@@ -14,8 +14,8 @@ from jspec.spec import indexing
 from jspec.spec.hidden_rows import HiddenRows
 
 MAX_CACHED_DRAFT_PREFILL = 4096
-# W, the most pending tokens of a row (speculative/drafters/pending.py), is the page size within
-# these bounds: a draft prefill costs a launch, and pending tokens are not cached.
+# Bounds of W, the most pending tokens of a row (speculative/drafters/pending.py), which is the page
+# size within them. A draft prefill costs a launch, and pending tokens are not cached.
 LEAST_DEFERRED, MOST_DEFERRED = 16, 64
 
 
@@ -40,7 +40,7 @@ class SnapshotLimits:
 
 
 class PriorityOrder(enum.Enum):
-    """Which requests go first: SGLang's order is HIGH_FIRST, vLLM's LOW_FIRST."""
+    """The order of priorities: SGLang's is HIGH_FIRST, vLLM's LOW_FIRST."""
 
     OFF = "off"
     HIGH_FIRST = "high first"
@@ -55,7 +55,7 @@ class PoolLimits:
     context_length: int
     windows: tuple[WindowSpace, ...] = ()  # by ascending window
     snapshots: SnapshotLimits | None = None  # None: no recurrent layer, or no prefix cache
-    num_ranks: int = 1  # data ranks: each has all slots and pages above for itself
+    num_ranks: int = 1  # data ranks, each with its own slots and pages
 
     def __post_init__(self) -> None:
         for name in ("page_size", "num_ranks"):
@@ -71,7 +71,7 @@ class PoolLimits:
 
     @property
     def all_slots(self) -> int:
-        """Slots of all ranks, dummies included: rank r has the r-th equal part of them."""
+        """Slots of all ranks, dummies included. Rank r has the r-th equal part of them."""
         return self.num_ranks * (self.num_slots + 1)
 
     def first_slot(self, rank: int) -> int:
@@ -91,12 +91,12 @@ class PoolLimits:
         return found
 
     def pages_of(self, window: int | None) -> int:
-        """Usable pages of layers with this window: of its space, or else the full space."""
+        """Return the usable pages of layers with this window: of its space, or the full space."""
         own = [space.num_pages for space in self.windows if space.window == window]
         return own[0] if own else self.num_pages
 
     def tail_pages(self, window: int) -> int:
-        """Most cached window pages that a row reuses: keys of a first query at a page start.
+        """Return the most cached window pages that a row reuses for a first query at a page start.
 
         worked example: page_size 4, window 8: a query at 20 sees 13..20, on pages 3 and 4
         """
@@ -111,7 +111,7 @@ class ProgramLimits:
     logprobs: bool = False
     vocab_size: int = 0  # V, for grammar masks; 0: no grammars
     hidden: HiddenRows | None = None  # encoding; None: cannot be requested
-    sharing: SharingLimits | None = None  # when rows read shared prefixes together; None: never
+    sharing: SharingLimits | None = None  # when rows read shared prefixes once; None: never
     has_loras: bool = False  # rows may have LoRA adapters
     # (layers, experts of a layer) whose tokens steps count; None: they count none
     counted_experts: tuple[int, int] | None = None
@@ -123,8 +123,6 @@ class ProgramLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulingLimits:
-    """How steps are planned."""
-
     prefill_budget: int = 0  # prompt tokens between two decodes while rows decode; 0: chunk_size
     prefill_seconds: float | None = None  # replaces it once prefill times are known
     overlap_depth: int = 1
@@ -194,7 +192,7 @@ class ServeLimits:
 
     @property
     def max_pending(self) -> int:
-        """W: most pending tokens of a row. 0: the drafter gets all tokens at once."""
+        """W, the most pending tokens of a row. 0: the drafter gets all tokens immediately."""
         if self.draft_shape.is_plain or not any(shape.is_plain for shape in self.shapes):
             return 0
         of_page = min(max(self.pool.page_size, LEAST_DEFERRED), MOST_DEFERRED)
@@ -213,11 +211,10 @@ class ServeLimits:
 
     @property
     def pages_per_row(self) -> int:
-        """P: width of the page table, for the context and its scratch, or for the pool.
-
-        Later rounds of a step may write past a row's end. No pages are reserved for them
-        (`budget.pages_for_decode`), so they write to page 0, but their index must be in the table.
-        """
+        """P, the width of the page table: for the context and its scratch, or for the pool."""
+        # Later rounds of a step may write past a row's end. No pages are reserved for them
+        # (`budget.pages_for_decode`), so they write to page 0, but their index must be in the
+        # table.
         widest = self.reserved_tokens_at_most(self.pool.context_length)
         after_end = (self.scheduling.num_rounds - 1) * self.draft_shape.max_emitted
         in_pool = self.pool.num_pages + indexing.num_pages(after_end, self.pool.page_size)
@@ -228,11 +225,11 @@ class ServeLimits:
         return indexing.num_pages(self.reserved_tokens_at_most(0), self.pool.page_size) + 1
 
     def window_pages_per_row(self, window: int) -> int:
-        """Most pages of a window space that a row has between two plans, at any length.
+        """Return the most pages of a window space that a row has between two plans, at any length.
 
         They cover the oldest key that its next query sees to the end of its reservation: window - 1
         tokens before the committed length (less pending tokens and the lag of the drafter's last
-        layer), plus the reserved ones after it, at any offset to the page boundaries.
+        layer), plus the reserved tokens after it, at any offset to the page boundaries.
 
             worked example: page_size 4, window 8, 10 reserved: 17 positions are on up to 5 pages
         """
@@ -241,17 +238,17 @@ class ServeLimits:
         return indexing.num_pages(span - 1, self.pool.page_size) + 1
 
     def window_grants_of_prefill(self, num_tokens: int) -> int:
-        """Most page grants of one window space in a prefill of num_tokens."""
+        """Return the most page grants of one window space in a prefill of num_tokens."""
         found = self.scheduling.prefix_cache * max(
             (self.pool.tail_pages(s.window) for s in self.pool.windows), default=0
         )
         return self.pages_of_chunks(num_tokens) + found * self.programs.prefill_rows
 
     def pages_of_chunks(self, num_tokens: int) -> int:
-        """Most pages that the chunks of one prefill step start, with num_tokens over all rows."""
+        """Return the most pages that one prefill step's chunks of num_tokens in all start."""
         return indexing.num_pages(num_tokens, self.pool.page_size) + self.programs.prefill_rows
 
     def reserved_tokens_at_most(self, committed: int) -> int:
-        """Bound on positions written: the last round of a step, all others unread."""
+        """Return the most positions written, by a step's last round with all others unread."""
         unread = (self.scheduling.overlap_depth + 1) * self.scheduling.num_rounds - 1
         return self.draft_shape.reserved_tokens(committed, unread_rounds=unread)

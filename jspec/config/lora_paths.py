@@ -15,7 +15,7 @@ _FORMS = 'NAME=PATH, PATH, or {"lora_name": NAME, "lora_path": PATH}'
 
 
 def as_texts(given: Any) -> Any:
-    """Return lists and mappings of adapters as a tuple of texts; other values as they are."""
+    """Return lists and mappings of adapters as a tuple of texts, and other values unchanged."""
     if given is None:
         return ()
     if isinstance(given, Mapping):
@@ -44,7 +44,6 @@ def named_paths(texts: tuple[str, ...]) -> tuple[tuple[str, str], ...]:
 
 
 def check_name(name: Any) -> str:
-    """Return an adapter's name. Raises ConfigError: a colon would end a model's name."""
     if not isinstance(name, str) or not 1 <= len(name) <= MAX_NAME_CHARS or not name.isprintable():
         raise ConfigError(
             f"lora_name is {name!r}; expected text of 1 to {MAX_NAME_CHARS} characters"

@@ -55,7 +55,7 @@ OF_VLLM: Mapping[str, str] = {
     "--download-dir": "set HF_HOME: Hugging Face's own cache keeps what is fetched",
 }
 
-# Flags that jspec had, and why it no longer has them.
+# Flags that were removed, with the reason.
 REMOVED: Mapping[str, str] = {
     "--speculative-total-nodes-per-row": "removed: it brought about 1% more tokens for 3 to 10 "
     "points of step time; write --speculative-num-draft-tokens for a smaller tree",

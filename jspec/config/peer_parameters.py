@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping
 
 from jspec.errors import nearest
 
-# A name, and what follows "did you mean" in the message about it.
+# By name, the text after "did you mean" in the message about it.
 PEER_PARAMETERS: Mapping[str, str] = {
     **dict.fromkeys(
         ("max_tokens", "max_completion_tokens", "max_output_tokens", "max_length"),

@@ -13,11 +13,11 @@ from jspec.config.limits import Algorithm, SpeculativeConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResolvedConfig(EngineArgs):
-    """Engine arguments with all choices made, and what follows from them.
+    """Engine arguments with all choices made, and the values that follow from them.
 
     No value is "auto". A remaining None is a value: the checkpoint's rope theta, no corpus, nothing
     simulated, no seed; max_total_tokens is None until the pool is made. compilation_cache_dir is ""
-    if programs are not kept, or cannot be.
+    if programs are not kept.
     """
 
     model_path: str
@@ -34,7 +34,7 @@ class ResolvedConfig(EngineArgs):
     drafts_as: str  # algorithm in force, which may depend on the checkpoint
     prefill_budget_tokens: int
     kernels: str  # name in `pallas_kernels.bundles.OPS`
-    column_major: bool  # where the kernels can read weights so
+    column_major: bool  # weights are column-major where the kernels can read this
     decode_buckets: tuple[int, ...]  # B, ascending
     prefill_buckets: tuple[int, ...]  # T, ascending
     prefill_rows: int  # most rows of a prefill step

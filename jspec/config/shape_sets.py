@@ -15,8 +15,8 @@ def shapes_for(
 ) -> tuple[SpeculativeConfig, ...]:
     """Return the shapes of an adaptive engine whose largest is `draft_shape`, smallest first.
 
-    steps: levels of drafts, 0 is plain decoding; those beyond S are left out. Default: plain, one
-    level, half of four or more, and for trees also the chain as deep as they are.
+    steps: levels of drafts; 0 is plain decoding, and levels beyond S are omitted. By default:
+    plain, one level, half of four or more levels, and for trees also the chain of the same depth.
 
     In:  3/1/4 → 0/1/1 1/1/2 3/1/4;  6/1/7 → 0/1/1 1/1/2 3/1/4 6/1/7
          3/4/16 → 0/1/1 1/4/5 3/1/4 3/4/16

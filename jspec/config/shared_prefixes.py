@@ -1,11 +1,11 @@
-"""Prefixes shared by rows of a decode: a hint, by which a kernel may read their pages once."""
+"""Prefixes shared by rows of a decode: a hint, with which a kernel may read their pages once."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import NamedTuple
 
-UNIT = 128  # keys; shared prefixes are multiples, whole blocks in every kernel
+UNIT = 128  # keys; shared prefixes are multiples of it, whole blocks in every kernel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -13,7 +13,7 @@ class SharingLimits:
     """When a decode uses shared prefixes."""
 
     rows_a_pack: int  # rows for which a kernel reads a prefix at once
-    pays_from: int  # least number of keys saved, over all rows
+    pays_from: int  # minimum number of keys saved, over all rows
     least_rows: int  # smallest batch with programs for sharing
     unit: int = UNIT
 

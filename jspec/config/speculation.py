@@ -15,16 +15,16 @@ MAX_LOOKUP_STEPS = 15  # each level is unrolled in the programs
 class SpeculativeConfig:
     """S/K/N: num_steps levels, topk branches per level, num_draft_tokens nodes, root included.
 
-    Plain decoding is 0/1/1: a tree of one node. simulate_acceptance: to measure speed, every
-    verification emits this many tokens on average; the text is then not the model's. lookup: the
-    draft model shares the nodes with K continuations of earlier matches in the row's own text.
+    Plain decoding is 0/1/1, a tree of one node.
     """
 
     algorithm: Algorithm = Algorithm.NONE
     num_steps: int = 0
     topk: int = 1
     num_draft_tokens: int = 1
+    # Mean tokens emitted per verification, to measure speed; the text is then not the model's.
     simulate_acceptance: float | None = None
+    # The draft model shares the nodes with K continuations of earlier matches in the row's text.
     lookup: bool = False
 
     def __post_init__(self) -> None:
@@ -80,7 +80,7 @@ class SpeculativeConfig:
         return f"{self.num_steps}/{self.topk}/{self.num_draft_tokens}"
 
     def fits_within(self, other: SpeculativeConfig) -> bool:
-        """True if plain, or of the same drafter and no larger than `other` in S, K and N."""
+        """Return True if plain, or of the same drafter and no larger than `other` in S, K and N."""
         return self.is_plain or (
             self.algorithm == other.algorithm
             and self.num_steps <= other.num_steps
@@ -97,7 +97,6 @@ class SpeculativeConfig:
 
     @property
     def is_chain(self) -> bool:
-        """True if every tree is one path, in order."""
         return self.topk == 1 and not self.lookup
 
     @property
@@ -107,7 +106,6 @@ class SpeculativeConfig:
 
     @property
     def depth(self) -> int:
-        """Levels of the deepest tree."""
         return max(self.num_steps, self.lookup_steps)
 
     @property
@@ -121,7 +119,7 @@ class SpeculativeConfig:
 
     @property
     def lag(self) -> int:
-        """Rows by which the drafter's last layer lags behind the committed length."""
+        """Slots by which the drafter's last layer lags behind the committed length."""
         return self.algorithm.lag(self.num_steps, self.topk)
 
     @property
@@ -139,19 +137,20 @@ class SpeculativeConfig:
 
     @property
     def num_root_slots(self) -> int:
-        """KV slots that a drafter writes after a prompt: 1 if it keeps a row for the root."""
+        """KV slots that a drafter writes after a prompt: 1 if it keeps a slot for the root."""
         rows = self.algorithm.advance_slots(self.depth, self.topk)
         return max(rows - self.max_emitted, 0)
 
     def num_scratch_pages(self, page_size: int) -> int:
-        """Pages of a pool for what a row writes after its last token, so that it costs no token.
+        """Return the pages of a pool for what a row writes after its last token.
 
-        All scratch but the root's slot, which is that token's own. 0 for plain decoding.
+        They hold all scratch except the root's slot, which is that token's own; 0 for plain
+        decoding.
         """
         return indexing.num_pages(self.num_scratch_slots - 1, page_size)
 
     def reserved_tokens(self, committed: int, *, unread_rounds: int) -> int:
-        """Positions that a row must own for its next round after unread rounds of this shape."""
+        """Return the positions that a row must own for its next round after unread rounds."""
         return indexing.reserved_tokens(
             committed,
             unread_rounds=unread_rounds,

@@ -1,7 +1,8 @@
 """A stream that outlives the engine that runs its request.
 
-The text is a function of (model, prompt, seed). So if an engine is lost, the request goes on in
-another one, after the ids that are out (`Request.former_ids`), and its reader notices nothing.
+The text is a function of (model, prompt, seed). So if an engine is lost, the request continues in
+another one, after the ids that were already sent (`Request.former_ids`), and its reader notices
+nothing.
 
     engine 1   prompt                       a b c, lost
     engine 2   prompt, former_ids (a b c)   d e, finish
@@ -32,12 +33,12 @@ from jspec.messages.request import (
 from jspec.serving.readers import SLOW_READER
 
 LOGGER = logging.getLogger("jspec.distributed")
-# Losses in a row, with fewer tokens between them, after which the request may be their cause. They
-# are many, since a request also counts that only waited in the engine.
+# Losses in a row, with fewer tokens between them, after which the request may be their cause. The
+# number is large, because requests that only waited in the engine are counted too.
 MOST_LOSSES, PROGRESS_TOKENS = 20, 8
 PAUSE_SECONDS, MOST_PAUSE_SECONDS = 0.5, 8.0  # before a second attempt without progress; it doubles
 
-# A stream's first item is () once the request is queued. A JspecError is the last one.
+# A stream's first item is () once the request is queued. A JspecError is its last item.
 Item = tuple[StreamChunk, ...] | JspecError
 
 
@@ -49,10 +50,7 @@ class Connect(Protocol):
     """Runs a request in some engine. Closing the generator aborts the request there."""
 
     def __call__(self, request: Request, *, waits: bool) -> AsyncGenerator[Item]:
-        """Yield the items of the stream. waits: wait for space in a full queue.
-
-        Raises EngineLostError.
-        """
+        """Yield the stream. waits: wait for space in a full queue. Raises EngineLostError."""
         ...
 
 
@@ -74,10 +72,9 @@ class OutputRecord:
         return len(self._ids)
 
     def next_request(self) -> Request:
-        """Return the request for the next engine.
-
-        It has its own id: an engine that was only out of reach may still run the former one.
-        """
+        """Return the request for the next engine."""
+        # It gets a new id, because an engine that was only unreachable may still run the former
+        # one.
         self._num_engines += 1
         self._earlier, self._earlier_retractions = self._counters, self._num_retractions
         name = f"{self._request.request_id}@{self._name}-{self._num_engines}"
@@ -100,7 +97,7 @@ class OutputRecord:
         )
 
     def aborted(self, why: str) -> StreamChunk:
-        """Return a last chunk that is made here. Text that the engine withheld is not in it."""
+        """Return a last chunk made here, without the text that the engine withheld."""
         return StreamChunk(
             request_id=self._request.request_id,
             new_ids=(),
@@ -116,15 +113,13 @@ class OutputRecord:
 
 
 class ContinuedStream(AsyncIterator[StreamChunk]):
-    """The chunks of one request, like a ChunkStream; it belongs to one event loop.
-
-    max_unread: unread chunks after which the request is aborted; None: no limit.
-    waits: wait for space in a full queue. Once it has been queued, a request always waits.
-    """
+    """The chunks of one request, like a ChunkStream; it belongs to one event loop."""
 
     def __init__(
         self, request: Request, connect: Connect, *, max_unread: int | None, waits: bool
     ) -> None:
+        # max_unread: unread chunks after which the request is aborted. waits: wait for space in a
+        # full queue, as a request that was queued once always does.
         self.request_id = request.request_id
         self._connect, self._max_unread, self._waits = connect, max_unread, waits
         self._record = OutputRecord(request)
@@ -162,7 +157,6 @@ class ContinuedStream(AsyncIterator[StreamChunk]):
         return item
 
     def ready(self) -> list[StreamChunk]:
-        """Return further chunks that are already available, up to an error."""
         found: list[StreamChunk] = []
         while self._items and isinstance(self._items[0], StreamChunk):
             chunk = self._items[0]
@@ -180,7 +174,6 @@ class ContinuedStream(AsyncIterator[StreamChunk]):
         return True
 
     async def aclose(self) -> None:
-        """Abort the request unless it is finished. May be called twice."""
         self._is_read = True
         self._items.clear()
         self._task.cancel()
@@ -226,7 +219,6 @@ class ContinuedStream(AsyncIterator[StreamChunk]):
                 await asyncio.sleep(min(pause, MOST_PAUSE_SECONDS))
 
     async def _read(self, request: Request) -> None:
-        """Read the stream of one engine to its end. Raises EngineLostError."""
         waits = self._waits or self._is_queued
         async with aclosing(self._connect(request, waits=waits)) as items:
             async for item in items:

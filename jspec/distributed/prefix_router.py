@@ -25,7 +25,7 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]
     async def choose_replicas(
         self, candidate_replicas: list[Any], pending_request: Any = None
     ) -> list[list[Any]]:
-        """Return ranks of replicas; of a rank, Serve takes the one with the fewest requests."""
+        """Return ranks of replicas; within a rank, Serve takes the one with the fewest requests."""
         two = random.sample(candidate_replicas, min(2, len(candidate_replicas)))
         request = _request_of(pending_request)
         if pending_request is not None:

@@ -1,8 +1,8 @@
-"""Remembers which replicas have seen which beginning of a prompt, by hashes of whole blocks.
+"""A memory of which replicas have seen which prefix, by hashes of whole blocks.
 
 blocks of 64 ids, prompts of     A: b1 b2 b3     B: b1 b2 b4
 replica 1 has run A              b1, b2, b3 → 1
-B                                its longest known beginning, b1 b2, is 1's
+B                                its longest known prefix, b1 b2, is replica 1's
 """
 
 from __future__ import annotations
@@ -14,22 +14,20 @@ BLOCK = 64  # ids
 
 
 class PrefixRoutes:
-    """most_ahead: requests that a replica with the prefix may have more than the least loaded.
-
-    most_blocks: that are remembered; the least recently used ones are forgotten.
-    """
+    """The replicas of each known prefix, in at most `most_blocks` recently used blocks."""
 
     def __init__(self, *, most_ahead: int, most_blocks: int) -> None:
+        # most_ahead: requests that a replica with the prefix may have more than the least loaded.
         self._most_ahead, self._most_blocks = most_ahead, most_blocks
         self._replicas_of: OrderedDict[Hashable, set[str]] = OrderedDict()
 
     def choose(
         self, ids: Sequence[int], loads: Mapping[str, int], *, namespace: Hashable = None
     ) -> str | None:
-        """Return the least loaded replica with the longest known beginning.
+        """Return the least loaded replica with the longest known prefix.
 
-        None if no live replica has one, or that one is loaded.
-        loads: requests of each live replica
+        Return None if no live replica has one, or if that replica is too loaded. loads: requests of
+        each live replica.
         """
         for key in reversed([*_keys(ids, namespace)]):
             found = self._replicas_of.get(key, set()) & loads.keys()
@@ -39,7 +37,6 @@ class PrefixRoutes:
         return None
 
     def note(self, ids: Sequence[int], replica: str, *, namespace: Hashable = None) -> None:
-        """Remember that a replica runs a prompt."""
         for key in _keys(ids, namespace):
             self._replicas_of.setdefault(key, set()).add(replica)
             self._replicas_of.move_to_end(key)
@@ -47,7 +44,6 @@ class PrefixRoutes:
             self._replicas_of.popitem(last=False)
 
     def keep(self, replicas: Collection[str]) -> None:
-        """Forget all other replicas."""
         for key, found in list(self._replicas_of.items()):
             found.intersection_update(replicas)
             if not found:
@@ -55,7 +51,7 @@ class PrefixRoutes:
 
 
 def _keys(ids: Sequence[int], namespace: Hashable) -> Iterator[Hashable]:
-    """Yield a hash of each beginning that ends with a whole block."""
+    """Yield a hash of each prefix that ends with a whole block."""
     key = hash(namespace)
     for begin in range(0, len(ids) - BLOCK + 1, BLOCK):
         key = hash((key, tuple(ids[begin : begin + BLOCK])))

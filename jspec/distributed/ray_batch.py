@@ -1,4 +1,4 @@
-"""Replicas without HTTP, for the time of a batch run."""
+"""Replicas without HTTP, for the duration of a batch run."""
 
 from __future__ import annotations
 
@@ -19,10 +19,9 @@ from jspec.errors import ConfigError
 
 @contextmanager
 def replicas_on_ray(arguments: Mapping[str, Any], *, address: str | None) -> Iterator[RayReplicas]:
-    """Start replicas on a cluster, and remove them at the end.
+    """Start replicas on a cluster, and remove them at the end. Raises ConfigError.
 
-    address: a cluster's; None: RAY_ADDRESS, a cluster of this machine, or a new one for this run
-    Raises ConfigError.
+    address: a cluster's; None: RAY_ADDRESS, a cluster of this machine, or a new one for this run.
     """
     serve, settings = import_serve(), ServeSettings.of(arguments)
     import ray

@@ -25,10 +25,9 @@ Batch = dict[str, Any]  # numpy arrays by column
 class Generate:
     """An engine that adds the columns `output_column`, finish_reason and error to each batch.
 
-    sampling_params: for all rows. Without a sampling_seed a row's seed is its entry of seed_column
-        or follows from random_seed and its prompt. So a text does not depend on which actor made
-        it, and a repeated run makes the same texts.
-    engine: arguments of EngineArgs
+    sampling_params: for all rows. Without a sampling_seed, a row's seed is its entry of seed_column
+    or follows from random_seed and its prompt. So a text does not depend on the actor that made it,
+    and a repeated run makes the same texts. engine: arguments of EngineArgs.
     """
 
     def __init__(

@@ -1,6 +1,6 @@
 """Ray Serve's side of the replicas: their deployment, a handle to them, and its router.
 
-Ray is imported where it is used: this module loads without it.
+Ray is imported where it is used, so this module loads without it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from jspec.errors import ConfigError, RequestFailedError
 from jspec.messages.request import Request
 
 ANSWER_SECONDS = 10.0  # for a call of every replica
-QUIET = {"enable_access_log": False}  # a line for each report would be one a second
+QUIET = {"enable_access_log": False}  # reports would log a line per second
 REPLICA_NAME = "EngineReplica"
 
 
@@ -71,16 +71,17 @@ def replica_deployment(settings: ServeSettings) -> Any:
 
 
 def actor_options(settings: ServeSettings) -> dict[str, Any]:
-    """Return where a replica may run, in Ray's words."""
+    """Return Ray's options for the place of a replica."""
     given = settings.replicas
     own = {"num_cpus": given.num_cpus, "num_gpus": given.num_gpus}
     return {**own, **settings.ray_actor_options}
 
 
 def check_gpus(settings: ServeSettings, nodes: Iterable[Mapping[str, Any]]) -> None:
-    """Raise ConfigError if no node (ray.nodes()) has a replica's GPUs: it would wait for ever.
+    """Raise ConfigError if no node (ray.nodes()) has a replica's GPUs, for which it would wait
+    forever.
 
-    GPUs in ray_actor_options are not checked: the cluster may grow.
+    GPUs in ray_actor_options are not checked, since the cluster may grow.
     """
     num_gpus = settings.replicas.num_gpus
     of_nodes = (node["Resources"].get("GPU", 0.0) for node in nodes if node["Alive"])
@@ -92,14 +93,13 @@ def check_gpus(settings: ServeSettings, nodes: Iterable[Mapping[str, Any]]) -> N
 
 
 class RayReplicas:
-    """Implements `remote_engine.Replicas` by a Serve handle."""
+    """Implements `remote_engine.Replicas` with a Serve handle."""
 
     def __init__(self, handle: Any) -> None:
         self._handle = handle
         self._streams = handle.options(stream=True).stream
 
     async def facts(self) -> Facts:
-        """Wait for a replica to start, and return its facts."""
         found: Facts = await self._handle.facts.remote()
         return found
 

@@ -48,15 +48,12 @@ class Replicas(Protocol):
         ...
 
     async def each(self, method: str) -> list[Any]:
-        """Call a method of every live replica; return the results.
-
-        Raises EngineLostError if one does not answer.
-        """
+        """Call a method of every live replica. Raises EngineLostError if one does not answer."""
         ...
 
 
 class Unprepared(Preparation):
-    """Prepares nothing: each replica compiles grammars and programs itself."""
+    """Prepares nothing, since each replica compiles grammars and programs itself."""
 
     def __init__(self) -> None: ...
 
@@ -75,9 +72,9 @@ class Unprofiled:
 
 
 class RemoteEngine(Engine):
-    """It belongs to the event loop on which `watch` runs.
+    """An engine over replicas, on the event loop on which `watch` runs.
 
-    arguments: those of EngineArgs that the replicas have, too
+    arguments: the EngineArgs that the replicas have too.
     """
 
     def __init__(self, replicas: Replicas, facts: Facts, arguments: Mapping[str, Any]) -> None:
@@ -107,7 +104,7 @@ class RemoteEngine(Engine):
         return self._adapters.get(name) or no_adapter(name)
 
     async def watch(self) -> None:
-        """Ask the replicas for reports, until cancelled."""
+        """Request reports from the replicas, until cancelled."""
         while True:
             with suppress(EngineLostError):  # one is slow: the last reports stay
                 self._reports = await self._replicas.each("report")
@@ -118,7 +115,7 @@ class RemoteEngine(Engine):
     async def submit(
         self, requests: Sequence[Request], *, max_unread: int | None = None, wait: bool = False
     ) -> tuple[ChunkStream, ...]:
-        """Like `Engine.submit`; the replicas may refuse the requests one by one, which ends all."""
+        """Like `Engine.submit`. The replicas may refuse the requests one by one, which ends all."""
         if self._is_closed:
             raise EngineClosedError("the engine is closed")
         self._forget_finished()
@@ -232,7 +229,6 @@ class RemoteEngine(Engine):
 async def remote_engine(
     replicas: Replicas, arguments: Mapping[str, Any]
 ) -> AsyncIterator[RemoteEngine]:
-    """Return an engine over the replicas for the running event loop."""
     engine = RemoteEngine(replicas, await replicas.facts(), arguments)
     watching = asyncio.create_task(engine.watch(), name="jspec-watch-replicas")
     try:
@@ -243,7 +239,7 @@ async def remote_engine(
 
 
 def total_of(found: Sequence[SchedulerStats]) -> SchedulerStats:
-    """Return the sums over all replicas; shapes are each replica's own and left out."""
+    """Return the sums over all replicas, without the shapes, which each replica chooses."""
     names = [field.name for field in fields(SchedulerStats)]
     by_name: dict[str, Any] = {name: [getattr(each, name) for each in found] for name in names}
     sums: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""One replica: an engine in a process of its own, as Ray Serve runs it. It imports no Ray."""
+"""One replica: an engine in its own process, as Ray Serve runs it. It imports no Ray."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from jspec.scheduler.stats import SchedulerStats
 from jspec.serving.engine import Engine
 
 STUCK_SECONDS = 120.0  # without a step, while requests run
-# Chunks that come within this time travel as one message, after a stream's first.
+# After a stream's first chunk, those that arrive within this time are sent as one message.
 GATHER_SECONDS = 0.01
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """Properties of an engine that its ingress needs; all replicas have equal ones."""
+    """Properties of an engine that its ingress needs; they are equal for all replicas."""
 
     limits: ServeLimits
     config: ResolvedConfig
@@ -42,7 +42,7 @@ class Report:
 
 
 class EngineReplica:
-    """arguments: those of EngineArgs. The constructor returns once requests can run."""
+    """An engine from arguments of EngineArgs. After the constructor, requests can run."""
 
     def __init__(self, arguments: Mapping[str, Any]) -> None:
         self._engine = Engine(**arguments)
@@ -84,10 +84,9 @@ class EngineReplica:
         return await self._engine.async_flush_cache()
 
     def check_health(self) -> None:
-        """Raise EngineClosedError if the engine is closed or stuck: Serve replaces this replica.
-
-        An engine whose device failed restarts by itself; its streams wait, and it counts as well.
-        """
+        """Raise EngineClosedError if the engine is closed or stuck, so that Serve replaces it."""
+        # An engine whose device failed restarts by itself while its streams wait, so it counts as
+        # healthy.
         engine, stats, now = self._engine, self._engine.stats, time.monotonic()
         if engine.is_closed:
             raise EngineClosedError("the engine is closed")

@@ -84,7 +84,7 @@ class ReplicaArgs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeSettings:
-    """All arguments of an application. ray_actor_options: Ray's own words for a replica's place."""
+    """All arguments of an application; ray_actor_options are Ray's, for a replica's place."""
 
     engine: Mapping[str, Any]  # only explicitly set ones
     server: ServerArgs

@@ -47,11 +47,12 @@ class Load(Protocol):
 def build_runner(
     args: EngineArgs, *, progress: Progress | None, load: Load = load_models
 ) -> tuple[DeviceRunner, ResolvedConfig, ServedWeights]:
-    """Load weights, size the pools, compile the programs needed at the start; build the rest later.
+    """Return a runner with its resolved config and its weights.
 
-    Returns the runner, its resolved config, and its weights. load: for drafters that no registry
-    has. Raises ConfigError and CheckpointError, with cleared frames: an error that is kept must not
-    keep weights, state or programs alive.
+    Loads weights, sizes the pools and compiles the programs needed at the start; the others are
+    built later. load: replaces `load_models` for drafters without a registry entry. Raises
+    ConfigError and CheckpointError with cleared frames, because a kept error must not keep weights,
+    state or programs alive.
     """
     try:
         return _build_runner(args, progress=progress, load=load)
@@ -69,7 +70,7 @@ def _build_runner(
     expert = args.ep_size // args.expert_ranks
     parallel = Parallel(data=args.dp_size, expert=expert, tensor=args.rank_size // expert)
     mesh = parallel.mesh(_devices(args))
-    devices = devices_of_rank(mesh)  # each rank has the same on them
+    devices = devices_of_rank(mesh)  # memory use is the same on each rank
     interrupts.check()
     hosts.check_served(mesh)
     models = load(args, resolve_paths(args), mesh=mesh)
@@ -99,7 +100,7 @@ def _build_runner(
         )
     later = later_programs(limits, runner.ready_programs)
     recipe = Recipe.of(program, limits, params=models.params, state=runner.state)
-    if later and hosts.is_one_process(mesh):  # else all hosts build together (`ensure`)
+    if later and hosts.is_one_process(mesh):  # several hosts build together (`ensure`)
         maker = maker_of(recipe, later, mesh=mesh, store=store)
         wanted = len(program_keys(limits))
         runner.grow(ProgramGrowth(maker, num_wanted=wanted, num_later=len(later), started=started))
@@ -109,7 +110,6 @@ def _build_runner(
 
 
 def _limits_of(models: LoadedModels, devices: Sequence[jax.Device]) -> ServeLimits:
-    """Return the engine's limits. devices: of one data rank."""
     target_bytes, draft_bytes = held_bytes(models.params, shares=models.source.shares).values()
     limits = size_pool(
         models.config,
@@ -162,11 +162,11 @@ def _devices(args: EngineArgs) -> list[jax.Device]:
 
 
 def _open_store(named: str | None) -> ProgramStore | None:
-    """Open the directory of compiled programs, for jax's cache and ours; None for "" (keep none).
+    """Open the directory of compiled programs, for jax's cache and ours; None for "".
 
     A bucket has a local directory, and our programs are stored in both. Raises ConfigError if a
-    named directory is unusable. Without a usable home, or where other users may write, nothing is
-    read or kept, with a warning.
+    named directory is unusable. If the default one is unusable, or other users may write to either,
+    nothing is read or kept, with a warning.
     """
     if named == "":
         return None

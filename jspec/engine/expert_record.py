@@ -1,4 +1,4 @@
-"""The record of the tokens that each expert was given: SGLang's expert distribution recorder."""
+"""The record of each expert's tokens: SGLang's expert distribution recorder."""
 
 from __future__ import annotations
 
@@ -30,15 +30,14 @@ class ExpertTotals:
         return self._total
 
     def restarted(self) -> None:
-        """Expect counters that start from 0 again."""
         self._last = np.zeros((), np.uint32)
 
 
 class ExpertRecord:
-    """Counts since the last start, to the last stop; at first, of all that ran.
+    """Counts from the last start to the last stop, or of everything if there was none.
 
-    read: i64[L, X] since the runner was made; waits for the step that runs. It raises RequestError
-        for an engine that does not count.
+    read: returns i64[L, X] since the runner was made, after the step that runs. It raises
+    RequestError for an engine that does not count.
     """
 
     def __init__(
@@ -60,7 +59,7 @@ class ExpertRecord:
         return {"logical_count": self._counts().tolist()}
 
     def balancedness(self) -> Mapping[int, float]:
-        """Return the mean load of the devices over the largest, from 0 to 1, by layer."""
+        """Return the mean load of the devices divided by the largest, from 0 to 1, by layer."""
         return balancedness(self._counts(), self._expert_map, num_devices=self._num_devices)
 
     def _counts(self) -> np.ndarray:

@@ -1,10 +1,10 @@
-"""Ctrl-C handling while an engine starts, so that it is never lost.
+"""Ctrl-C handling while an engine starts, so that no interrupt is lost.
 
 Python raises KeyboardInterrupt wherever the main thread is. Inside a garbage collector callback, a
-weak reference callback or `__del__`, the exception is only printed, and the start continues. So the
+weak reference callback or `__del__` the exception is only printed, and the start continues. So the
 handler also records the interrupt, and the start checks for it between its stages. During an import
-it only records: an exception in the middle of a native module's initialisation can crash the
-process (jaxlib's does).
+it only records, because an exception during a native module's initialization can crash the process
+(jaxlib's does).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _IMPORTER = "<frozen importlib._bootstrap>"
 
 
 class InterruptGuard:
-    """A SIGINT handler like Python's that also records the interrupt; found by `getsignal`."""
+    """A SIGINT handler like Python's that also records the interrupt."""
 
     def __init__(self) -> None:
         self.is_interrupted = False
@@ -38,7 +38,7 @@ class InterruptGuard:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """On exit raise KeyboardInterrupt if one came and was lost or became an Exception."""
+        """Raise KeyboardInterrupt on exit if one was lost or became another exception."""
         self._unraisablehook: Any = sys.unraisablehook
         sys.unraisablehook = self.on_unraisable
         signal.signal(signal.SIGINT, self)
@@ -65,9 +65,10 @@ def _is_importing(frame: FrameType | None) -> bool:
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Raise KeyboardInterrupt for a Ctrl-C from `check`, or at the end of the block at the latest.
+    """Raise KeyboardInterrupt for a Ctrl-C from `check`, or at the end of the block.
 
-    No effect off the main thread, or if the process has its own SIGINT handler. May be nested.
+    It has no effect off the main thread, or if the process has its own SIGINT handler. It may be
+    nested.
     """
     is_main = threading.current_thread() is threading.main_thread()
     if is_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:

@@ -1,6 +1,6 @@
-"""The device-independent half of a runner: one packed array per step to the programs, one back.
+"""The device-independent half of a runner: one packed array per program and output.
 
-Both have a leading axis with one entry for each data rank.
+Both have a leading axis of data ranks.
 """
 
 from __future__ import annotations
@@ -31,18 +31,16 @@ class Dispatched(NamedTuple):
 
 
 def programs_for(
-    plans: Sequence[StepPlan],
+    plans: Sequence[StepPlan],  # the plan's parts by data rank
     limits: ServeLimits,
-    nearest: Callable[[ProgramKey], ProgramKey],
+    nearest: Callable[[ProgramKey], ProgramKey],  # `nearest_program`, or a cached one
     ready: Container[ProgramKey],
 ) -> list[ProgramKey]:
     """Return the ready program of each run of a plan, as large as its largest part needs.
 
-    plans: the plan's parts by data rank. nearest: `nearest_program` or a cached one.
-
-    The last runs choose first: a program whose output another one takes has the size and the
-    options of that one. If rows share prefixes, prefer the variant that reads them once, if it is
-    ready in that size.
+    The last runs choose first: a program whose output is taken by another one gets its size and
+    options. If rows share prefixes, prefer the variant that reads them once, if it is ready in that
+    size.
     """
     keys: list[ProgramKey] = []
     takers: dict[StepKind, ProgramKey] = {}
@@ -65,7 +63,7 @@ def programs_for(
 
 class Use(NamedTuple):
     is_read: bool
-    is_kept: bool  # later programs take it
+    is_kept: bool  # later programs take the output
     is_result: bool
     is_last: bool
 
@@ -84,7 +82,7 @@ def uses_of(kinds: tuple[StepKind, ...]) -> tuple[Use, ...]:
 
 @dataclass(frozen=True, slots=True)
 class ReadyPrograms:
-    """Executables by key. Replaced as a whole by each addition, so that readers see one state."""
+    """Executables by key. Each addition replaces the object, so that readers see one state."""
 
     executables: Mapping[ProgramKey, Any]
     seconds: Mapping[ProgramKey, float] = field(default_factory=dict)  # of a step, if measured
@@ -102,7 +100,7 @@ class ReadyPrograms:
     def step_costs(
         self, limits: ServeLimits, num_rows: int, options: StepOptions
     ) -> dict[SpeculativeConfig, float]:
-        """Return seconds of a decode by ready, measured shape; cached by rows and options."""
+        """Return the seconds of a decode by ready, measured shape; cached by rows and options."""
         asked = num_rows, options
         if asked not in self._costs and self.executables:
             found = self._costs[asked] = {}
@@ -119,7 +117,7 @@ class ReadyPrograms:
 
     @classmethod
     def of_measured(cls, measured: Mapping[ProgramKey, float | None]) -> ReadyPrograms:
-        """From another process's `measured`: without the executables themselves."""
+        """Build from another process's `measured`, without the executables themselves."""
         seconds = {key: each for key, each in measured.items() if each is not None}
         return cls(dict.fromkeys(measured), seconds)
 
@@ -156,11 +154,9 @@ class PlanRunner(ABC):
 
     @property
     def programs(self) -> ReadyPrograms:
-        """A snapshot; another object once a program was added."""
         return self._programs
 
     def step_costs(self, num_rows: int, options: StepOptions) -> Mapping[SpeculativeConfig, float]:
-        """Return seconds of a decode by shape, if shapes are adaptive; from any thread."""
         return self._programs.step_costs(self._limits, num_rows, options)
 
     @property
@@ -171,7 +167,7 @@ class PlanRunner(ABC):
     @property
     @abstractmethod
     def num_programs(self) -> int:
-        """Number of ready programs; after close(), the number before it."""
+        """Number of ready programs, which close() does not change."""
 
     @property
     @abstractmethod
@@ -184,7 +180,7 @@ class PlanRunner(ABC):
 
     @abstractmethod
     def expert_counts(self) -> np.ndarray:
-        """Return i64[L, X], the tokens of each expert since the start; from any thread.
+        """Return i64[L, X], the tokens of each expert since the start. Thread-safe.
 
         Raises RequestError for an engine that does not count them.
         """
@@ -205,17 +201,12 @@ class PlanRunner(ABC):
     def _enqueue(
         self,
         key: ProgramKey,
-        *operands: Any,
-        is_read: bool,
-        is_kept: bool,
-        drops: tuple[Any, ...],
+        *operands: Any,  # host arrays, or handles of kept outputs
+        is_read: bool,  # `_read` will be called for the output
+        is_kept: bool,  # the output will be an operand of later programs
+        drops: tuple[Any, ...],  # kept outputs that no later program takes
     ) -> Any:
-        """Start a program without waiting; return a handle of its output.
-
-        operands: host arrays, or handles of kept outputs.
-        is_read: `_read` will be called for the output.
-        is_kept: it will be an operand of later programs, the last of which lists it in `drops`.
-        """
+        """Start a program without waiting; return a handle of its output."""
 
     @abstractmethod
     def _read(self, output: Any) -> np.ndarray:
@@ -226,10 +217,10 @@ class PlanRunner(ABC):
         """Raise EngineClosedError after close()."""
 
     def dispatch(self, plan: StepPlan) -> Dispatched:
-        """Enqueue one step. Waits only if a program needs an earlier one's output on the host.
+        """Enqueue one step. It waits only if a program needs an earlier output on the host.
 
-        The programs may be larger than the plan, or have more options. Raises InvariantError if
-        no ready program fits, EngineClosedError after close().
+        The programs may be larger than the plan, or have more options. Raises InvariantError if no
+        ready program fits, EngineClosedError after close().
         """
         self._check_open()
         programs = self._programs

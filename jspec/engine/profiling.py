@@ -1,4 +1,4 @@
-"""Device and host traces, written by jax's profiler, one at a time."""
+"""Device and host traces by jax's profiler."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Profiler:
             self._directory = directory
 
     def stop(self) -> str:
-        """End the trace; return its directory. Raises RequestError if none runs or writes fail."""
+        """End the trace and return its directory. Raises RequestError if that fails."""
         with self._lock:
             if self._directory is None:
                 raise RequestError("no profile is being taken; expected /start_profile before")

@@ -1,4 +1,4 @@
-"""The part of a plan that each data rank runs, in slots of its own."""
+"""The part of a plan that each data rank runs, with the rank's own slot numbers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jspec.messages.plan import RowRef, StepPlan
 def plans_by_rank(plan: StepPlan, pool: PoolLimits) -> tuple[StepPlan, ...]:
     """Return the part of each rank, whose slots count from its dummy slot, which is 0.
 
-    All parts have the same runs and options. A rank without rows gets a part without rows.
+    All parts have the same runs and options; a rank without rows gets a part without rows.
     """
     if pool.num_ranks == 1:
         return (plan,)
@@ -32,7 +32,7 @@ def plans_by_rank(plan: StepPlan, pool: PoolLimits) -> tuple[StepPlan, ...]:
 
 
 def _part(plan: StepPlan, *, rows: slice, slots: range) -> StepPlan:
-    """Return the part of a rank. rows: which of the plan are its own. slots: that it has."""
+    """Return a rank's part. rows: its rows of the plan. slots: its slots."""
 
     def local(row: RowRef) -> RowRef:
         return RowRef(row.slot - slots.start, row.epoch)

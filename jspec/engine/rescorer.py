@@ -1,4 +1,4 @@
-"""Rescores finished texts chunk by chunk, with the engine's weights and KV pools of its own."""
+"""Rescores finished texts chunk by chunk, with the engine's weights and separate KV pools."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from jspec.spec.cache_entry import CacheLayout, Unit
 from jspec.speculative.rescore import ChunkScores, TextChunk, rescore_chunk
 
 CHUNK = 64
-MAX_EXPLAINED = 64  # differences of one text with a computed margin; a fault makes very many
+MAX_EXPLAINED = 64  # differences of one text with a computed margin; a bug causes very many
 PAGE_SIZE = 64
 
 
@@ -47,10 +47,10 @@ class Difference:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Rescored:
-    """A text's scores; entry i is for token i, entry 0 unknown."""
+    """A text's scores. Entry i is for token i; entry 0 is undefined."""
 
     prompt_len: int
-    chosen_ids: np.ndarray  # i32[n], given the tokens before; meaningless in the prompt
+    chosen_ids: np.ndarray  # i32[n], given the tokens before; undefined in the prompt
     logprobs: np.ndarray  # f32[n], of the text's tokens, from the raw logits
     top_ids: np.ndarray  # i32[n, 20]
     top_logprobs: np.ndarray  # f32[n, 20]
@@ -61,10 +61,7 @@ class Rescored:
 
 
 class Rescorer:
-    """Scores texts with the target of `served`.
-
-    target: another implementation over the same weights; None: the served one.
-    """
+    """Scores texts with the target of `served`, or another `target` over the same weights."""
 
     def __init__(
         self,
@@ -93,13 +90,13 @@ class Rescorer:
         request: Request,
         output_ids: Sequence[int],
         *,
-        first_chunk: int | None = None,
+        first_chunk: int | None = None,  # tokens of the first call, which shifts all chunks
         features: bool = False,
     ) -> Rescored:
         """Score prompt and output of a request.
 
-        first_chunk: tokens of the first call, to shift the chunk boundaries. Raises RequestError
-        for a text that is too long or has no output, or a grammar, whose masks are unknown here.
+        Raises RequestError for a text that is too long or has no output, and for a grammar, whose
+        masks are unknown here.
         """
         grammar = request.sampling.grammar
         if grammar is not None or request.sampling.max_thinking_tokens is not None:
@@ -261,7 +258,7 @@ def _on_host(scores: ChunkScores, size: int, *, features: bool) -> dict[str, np.
 def _rescored(
     found: list[dict[str, np.ndarray]], prompt_len: int, differences: _Differences
 ) -> Rescored:
-    """Join the chunks. Predictions move from a token to the next; features stay."""
+    """Join the chunks. Predictions move from a token to the next; features do not."""
     whole = {name: np.concatenate([part[name] for part in found]) for name in found[0]}
     for name in ("chosen_ids", "logprobs", "top_ids", "top_logprobs"):
         whole[name] = np.concatenate((np.zeros_like(whole[name][:1]), whole[name][:-1]))

@@ -1,7 +1,7 @@
 """Resolves EngineArgs, checkpoint facts and device facts, all as data, into a ResolvedConfig.
 
 Later code never checks whether an argument was given or which platform it runs on. Only the pool
-size is found later, from the memory that the weights leave (`memory.size_pool`).
+size is determined later, by the memory that the weights leave (`memory.size_pool`).
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from jspec.spec.cache_entry import FP8
 from jspec.spec.model_spec import AttentionSpec, ModelSpec
 
 LARGE_GPU_BYTES = 48 * 10**9  # memory that jax may use
-# Clients send a whole benchmark or batch at once. The cost of a waiting request is its ids.
+# Clients send a whole benchmark or batch at once, and a waiting request costs only its ids.
 DEFAULT_QUEUE = 1024
-# An engine with at most this many prefills and decodes compiles all at the start: always on a CPU,
+# An engine with at most this many prefills and decodes compiles all at the start, as on every CPU,
 # where a later compilation would compete with serving for the same cores.
 FEW_PROGRAMS = 10
 KV_NAMES = {FP8: "fp8_e4m3", "bfloat16": "bfloat16"}  # the flag's values by dtype
@@ -63,10 +63,7 @@ class DeviceFacts:
 
 
 def resolve(args: EngineArgs, checkpoint: CheckpointFacts, device: DeviceFacts) -> ResolvedConfig:
-    """Return everything that the engine is built from.
-
-    Raises ConfigError for arguments that contradict the checkpoint or the devices.
-    """
+    """Return all that the engine is built from. Raises ConfigError for contradictory arguments."""
     is_cpu = device.platform == "cpu"
     dtype = args.dtype
     if dtype == "auto":
@@ -166,7 +163,7 @@ def _kernels(
 
 
 def _context_length(args: EngineArgs, most: int) -> int:
-    """Return the argument or the model's length; text beyond the model's would be nonsense."""
+    """Return the argument or the model's length, beyond which text would be nonsense."""
     if args.context_length is not None and args.context_length > most:
         raise ConfigError(
             f"context_length is {args.context_length}; expected at most {most}, "
@@ -176,20 +173,16 @@ def _context_length(args: EngineArgs, most: int) -> int:
 
 
 def _default_chunk(device: DeviceFacts, ops: Ops) -> int:
-    """Return the prefill tokens per step: many for the Hopper kernels, to amortize fixed costs.
-
-    XLA's attention multiplies every query with every row's keys.
-    """
+    """Return the prefill tokens per step: many for the Hopper kernels, to amortize fixed costs."""
+    # XLA's attention multiplies every query with every row's keys, so it gets fewer.
     if device.platform == "cpu":
         return 256
     return 8192 if ops.prefers_long_chunks and device.bytes_limit > LARGE_GPU_BYTES else 2048
 
 
 def _prefill_budget(args: EngineArgs, chunk: int, *, is_cpu: bool) -> int:
-    """Return the prompt tokens between two decode steps: 45 ms of an 8B model on an H200.
-
-    A CPU pads every longer prompt to a whole chunk, so splitting one saves nothing.
-    """
+    """Return the prompt tokens between two decode steps: 45 ms of an 8B model on an H200."""
+    # On a CPU this is a whole chunk, to which every longer prompt is padded anyway.
     if args.prefill_budget_tokens is not None:
         if args.prefill_budget_ms is not None:
             raise ConfigError(

@@ -1,7 +1,7 @@
-"""The owner of device state: runs compiled steps of plans and returns results in order.
+"""The owner of device state, which runs compiled steps of plans and returns results in order.
 
-`dispatch` only enqueues; `collect` waits for a step. The state never leaves: each step
-consumes it (donated) and its output replaces it.
+`dispatch` only enqueues; `collect` waits for a step. Each step consumes the state (donated) and its
+output replaces it.
 """
 
 from __future__ import annotations
@@ -42,36 +42,31 @@ from jspec.spec.cache_groups import CacheGroup, snapshot_groups
 from jspec.speculative.drafters.pending import empty_pending
 from jspec.speculative.step import StepProgram
 
-# Of a program that is measured: how often it is timed, in runs of two as at overlap depth 1. The
-# least counts, since what else a host does only adds to it.
+# Timings of a measured program, each of two runs as at overlap depth 1. The minimum is used, since
+# other work of the host only adds time.
 TIMED_PAIRS = 3
 LOGGER = logging.getLogger("jspec.engine")
 
 
 class DeviceRunner(PlanRunner):
-    """Implements `messages.protocols.Runner` on jax devices.
-
-    params: {"target": ..., "draft": ...} as placed by `loading.place`.
-    executables: together they must serve every plan; better ones may be added at any time.
-    make_state: makes an empty state like the given one, for `restart`.
-    """
+    """Implements `messages.protocols.Runner` on jax devices."""
 
     def __init__(
         self,
         *,
         limits: ServeLimits,
-        params: Any,
+        params: Any,  # {"target": ..., "draft": ...}, placed by `loading.place`
         state: EngineState,
-        executables: dict[ProgramKey, Any],
+        executables: dict[ProgramKey, Any],  # which can run every plan; others may be added
         mesh: Mesh,
         vocab_size: int,
-        make_state: Callable[[], EngineState] | None = None,
+        make_state: Callable[[], EngineState] | None = None,  # an empty one, for `restart`
     ) -> None:
         super().__init__(limits=limits, vocab_size=vocab_size, programs=executables)
         self._params = params
         self._state: EngineState | None = state
         self._make_state = make_state
-        self._owning = threading.RLock()  # of programs and state, to run them or replace them
+        self._owning = threading.RLock()  # acquired to run or replace programs and state
         self._growth: ProgramGrowth | None = None
         self._maker_of: Callable[[tuple[ProgramKey, ...]], Maker] | None = None
         self._ensuring = threading.Lock()
@@ -124,7 +119,6 @@ class DeviceRunner(PlanRunner):
         return runner
 
     def expert_counts(self) -> np.ndarray:
-        """Return the tokens of each expert since the runner was made; waits for the last step."""
         if self._expert_totals is None:
             raise RequestError(NOT_RECORDED)
         with self._owning:  # the next step takes the array
@@ -136,7 +130,6 @@ class DeviceRunner(PlanRunner):
 
     @property
     def executables(self) -> Mapping[ProgramKey, Any]:
-        """The ready executables; do not run them."""
         return self._programs.executables
 
     @property
@@ -148,9 +141,9 @@ class DeviceRunner(PlanRunner):
         return self._num_programs if self._growth is None else self._growth.num_wanted
 
     def add(self, key: ProgramKey, executable: Any) -> None:
-        """Make a program ready, from any thread. After close() it is dropped.
+        """Make a program ready. Thread-safe; after close() the program is dropped.
 
-        A decode of an engine that chooses shapes is timed first, while steps wait.
+        If shapes are adaptive, a decode is timed first, while steps wait.
         """
         with self._owning:
             if self._state is not None:
@@ -167,7 +160,7 @@ class DeviceRunner(PlanRunner):
         batch = np.zeros((num_ranks, layout_of(key, self._limits).size), np.int32)
         found = []
         try:
-            for _ in range(1 + TIMED_PAIRS):  # the first two runs are slower, and wait for others
+            for _ in range(1 + TIMED_PAIRS):  # the first pair is slower and is ignored
                 started = time.perf_counter()
                 outputs = [self._run(executable, (batch,)) for _ in range(2)]
                 outputs[-1].block_until_ready()
@@ -178,13 +171,13 @@ class DeviceRunner(PlanRunner):
         return min(found[1:])
 
     def grow(self, growth: ProgramGrowth) -> None:
-        """Add all programs that `growth` makes, until close(), which ends it."""
+        """Add all programs that `growth` makes, until close() ends it."""
         self._growth = growth
         weakref.finalize(self, growth.cancel)  # covers a dropped runner and the process's exit
         growth.start(weakref.WeakMethod(self.add))
 
     def stop_growing(self) -> None:
-        """End the growth and leave out unfinished programs; the ready ones serve every plan."""
+        """End the growth and omit unfinished programs; the ready ones serve every plan."""
         if self._growth is not None:
             self._growth.stop()
 
@@ -201,7 +194,7 @@ class DeviceRunner(PlanRunner):
 
     @property
     def state(self) -> EngineState:
-        """State after the last step; waits for it. Raises EngineClosedError after close()."""
+        """The state after the last step. Raises EngineClosedError after close()."""
         if self._state is None:
             raise EngineClosedError("the runner is closed; it holds no state and no programs")
         return self._state
@@ -213,7 +206,6 @@ class DeviceRunner(PlanRunner):
         return self._params
 
     def exclusively(self) -> AbstractContextManager[object]:
-        """Return a lock; while it is acquired no program starts or is being timed."""
         return self._owning
 
     def replace_params(self, params: Any) -> None:
@@ -227,7 +219,7 @@ class DeviceRunner(PlanRunner):
             self._state = state
 
     def enqueue(self, key: ProgramKey, operands: tuple[Any, ...], *, is_read: bool) -> Any:
-        """Start one program, and the copy of its output to the host if it is to be read there.
+        """Start one program, and the copy of its output to the host if it will be read there.
 
         operands: host arrays [data, ...], and outputs of earlier programs.
         """
@@ -269,7 +261,7 @@ class DeviceRunner(PlanRunner):
     def restart(self) -> None:
         """Zero the state; weights and programs stay. Steps in flight are lost.
 
-        Raises device errors, after some of which the devices are unusable in this process, and
+        Raises device errors, after some of which this process cannot use the devices, and
         EngineClosedError for a runner that was not built by `create`.
         """
         if self._make_state is None:
@@ -281,12 +273,12 @@ class DeviceRunner(PlanRunner):
                 self._expert_totals.restarted()
 
     def give_up(self) -> None:
-        """Do nothing: a restart takes no longer than zeroing its pools."""
+        """Do nothing, since a restart only zeroes the pools."""
 
     def close(self) -> None:
-        """Release programs, state and params, and end background builds. May be called twice.
+        """Release programs, state and params, and end background builds. Idempotent.
 
-        A later reference to the runner, as in a traceback, then keeps no device memory alive.
+        Later references to the runner, as in a traceback, then keep no device memory alive.
         """
         self.stop_growing()
         with self._owning:
@@ -300,12 +292,9 @@ def init_state(
     *,
     shards: int,
     kv_dtype: Any,
-    mesh: Mesh | None = None,
+    mesh: Mesh | None = None,  # None: everything is on one device
 ) -> EngineState:
-    """Return zeroed state for all slots and pages of all data ranks, dummies included.
-
-    mesh: places the caches; None: everything is on one device.
-    """
+    """Return zeroed state for all slots and pages of all data ranks, dummies included."""
     target, drafter = program.target, program.drafter
     num_slots = limits.pool.all_slots
     layout = CacheLayout(
@@ -376,7 +365,7 @@ def new_state(
     kv_dtype: Any,
     exchange: Exchange | None,
 ) -> EngineState:
-    """Return zeroed state on the mesh, and renew the exchange that it has the addresses of."""
+    """Return zeroed state on the mesh, and renew the exchange whose addresses it contains."""
     shards, is_here = Parallel.of(mesh).model, hosts.is_one_process(mesh)
     how: Any = {"shards": shards, "kv_dtype": kv_dtype, "mesh": mesh if is_here else None}
     make = partial(init_state, program, limits, **how)

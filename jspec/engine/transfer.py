@@ -24,7 +24,7 @@ class Packer:
     ) -> np.ndarray:
         """Pack run `at` of each data rank's plan for `key`, i32[ranks, layout size].
 
-        read: output that its kind reads, [ranks, ...].
+        read: the output that its kind reads, [ranks, ...].
         """
         packed, blank = self._blank.get(key) or self._add(key)
         flat = blank.copy()
@@ -66,11 +66,11 @@ def unpack_result(
     *,
     options: StepOptions = PLAIN,
 ) -> StepResult:
-    """Unpack the output of a step that emits for the scheduler, without padding rows.
+    """Unpack the output of a step for the scheduler, without padding rows.
 
-    output: i32[ranks, rounds * bucket, columns], the batch's rows once per round; in a prefill with
-    log-probabilities or hidden states, one entry per packed token follows.
-    options: of the program that ran. Raises ValueError if the number of columns does not match.
+    output: i32[ranks, rounds * bucket, columns], the batch's rows once per round. In a prefill with
+    log-probabilities or hidden states, one entry per packed token follows. options: those of the
+    program that ran. Raises ValueError for another number of columns.
     """
     words = 0 if limits.programs.hidden is None else limits.programs.hidden.words
     max_emitted = 1 if plan.is_prefill else plan.shape.max_emitted
@@ -109,7 +109,7 @@ def unpack_result(
 
 
 def _joined(ranks: np.ndarray, counts: Sequence[int]) -> np.ndarray:
-    """Join the first counts[r] entries of each rank, as a plan orders its rows.
+    """Join the first counts[r] entries of each rank, in the order of the plan's rows.
 
     ranks: [ranks, rounds, entries, columns]. Returns [rounds, sum of counts, columns].
     """

@@ -80,7 +80,7 @@ def in_file(path: Path) -> Iterator[None]:
 
 
 def exists(path: Path) -> bool:
-    """Return whether the path exists; CheckpointError if the system cannot tell."""
+    """Return whether the path exists. Raises CheckpointError if the system cannot tell."""
     try:
         return path.exists()
     except OSError as error:
@@ -88,7 +88,7 @@ def exists(path: Path) -> bool:
 
 
 def check_regular(path: Path) -> int:
-    """Return a regular file's size. Raises CheckpointError: opening a pipe can block forever."""
+    """Return a regular file's size. Raises CheckpointError for others, since a pipe can block."""
     try:
         found = path.stat()
     except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
@@ -128,12 +128,12 @@ def read_object(path: Path, *, max_bytes: int = MAX_CONFIG_BYTES) -> dict[str, A
 
 
 def utf8_fault(error: UnicodeDecodeError) -> str:
-    """Return the message for bytes that are not UTF-8, to follow the name of what has them."""
+    """Return the message for bytes that are not UTF-8, to follow their name."""
     return f"is not UTF-8: byte 0x{error.object[error.start]:02x} at offset {error.start}"
 
 
 def json_of(data: bytes, *, parse_constant: Callable[[str], Any] | None = None) -> Any:
-    """Parse JSON bytes, which are UTF-8 alone: json.loads takes UTF-16 and half characters, too.
+    """Parse JSON bytes in UTF-8. json.loads would accept UTF-16 and half characters too.
 
     Raises ValueError, for `json_fault`, and RecursionError.
     """

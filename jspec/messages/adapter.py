@@ -1,4 +1,4 @@
-"""A loaded LoRA adapter, as requests name it and as the device finds its weights."""
+"""A loaded LoRA adapter."""
 
 from __future__ import annotations
 
@@ -14,19 +14,21 @@ LORA_NAMES = ("lora_path", "lora_name")  # SGLang's name of an adapter's name, a
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adapter:
-    """Equal only to itself: a later one of the same name, or in the same slot, has another number.
-
-    So cached prefixes of a former adapter are never those of a later one.
-    """
+    """A loaded adapter. Reloading one gives it a new `number`, so it is never equal to an earlier
+    adapter of the same name or slot and never reuses its cached prefixes."""
 
     name: str
     path: str  # as given
-    slot: int  # of the stacked weights, from 1
-    number: int  # of all that were ever loaded
+    slot: int  # in the stacked weights, from 1
+    number: int  # increases with every load
 
 
 def adapter_names(given: Mapping[str, Any], num_prompts: int) -> list[str | None]:
-    """Return each prompt's adapter from `LORA_NAMES`: a name, or a name or null for each prompt."""
+    """Return each prompt's adapter name, or None.
+
+    A request gives it under one of `LORA_NAMES`: one name for all prompts, or a list with a name or
+    null for each. Raises RequestError.
+    """
     found: list[Any] | None = None
     for key in LORA_NAMES:
         value = listed(given.get(key))

@@ -1,6 +1,6 @@
-"""Interface of a grammar: it gives the tokens that may come next.
+"""The interface of a grammar, which determines the tokens that may come next.
 
-`text.grammar.grammars` compiles it, the scheduler carries it, the runner queries it.
+`text.grammar.grammars` compiles it, the scheduler carries it and the runner queries it.
 """
 
 from __future__ import annotations
@@ -18,8 +18,6 @@ ENDLESS = 2**31 - 1  # more tokens than any text has
 
 
 class GrammarKind(enum.Enum):
-    """Syntax of a grammar; the values are SGLang's sampling parameters."""
-
     JSON_SCHEMA = "json_schema"
     REGEX = "regex"
     EBNF = "ebnf"
@@ -35,7 +33,7 @@ class GrammarSource:
 @dataclass(frozen=True, slots=True)
 class ReasoningMarks:
     close: str  # ends the reasoning
-    open: str | None = None  # text that starts otherwise has none; None: the answer starts inside
+    open: str | None = None  # starts it; None: the output starts inside the reasoning
 
 
 def grammar_of(sampling: object) -> GrammarSource | None:
@@ -62,11 +60,12 @@ class Constraint(Protocol):
     """A grammar's state along one sequence. Used by one thread at a time."""
 
     def fill(self, tokens: np.ndarray, parents: np.ndarray, allowed: np.ndarray) -> None:
-        """Write the tokens allowed after each node of a tree; does not change the state.
+        """Write the tokens allowed after each node of a tree, without changing the state.
 
-        tokens, parents: i32[N], node 0 is the root, which the state has seen, parents[0] = -1.
-        allowed: u32[N, W], bit v % 32 of word v // 32 is token v. A node that the grammar cannot
-        reach gets ones: a verification cannot reach it either. So do all once it `failed`.
+        tokens, parents: i32[N]. Node 0 is the root, which was already accepted; parents[0] = -1.
+        allowed: u32[N, W], where bit v % 32 of word v // 32 is token v. Nodes that the grammar
+        cannot reach allow every token, since verification cannot reach them either. After `failed`,
+        all nodes do.
         """
         ...
 
@@ -74,15 +73,15 @@ class Constraint(Protocol):
 
     @property
     def num_free(self) -> int:
-        """How many tokens may follow of which every one is allowed: steps for these need no mask.
+        """A number of next tokens that are all unrestricted, so that their steps need no mask.
 
-        0: unknown. ENDLESS: all that may follow.
+        0 means unknown, and ENDLESS that the rest of the text is unrestricted.
         """
         ...
 
     @property
     def failed(self) -> str:
-        """Error message if the grammar cannot continue (it became too complex), else empty."""
+        """The error message if the grammar became too complex to continue, else ""."""
         ...
 
 
@@ -90,7 +89,7 @@ class Grammar(Protocol):
     """A compiled grammar, shared by all sequences that follow it."""
 
     def begin(self, *, goes_on: bool = False) -> Constraint:
-        """The state in front of the first token. goes_on: text stands before it."""
+        """Return the state before the first token. goes_on: the sequence continues earlier text."""
         ...
 
 

@@ -1,6 +1,6 @@
-"""Flat i32 layouts of a step's input (one transfer instead of a dozen) and output (one get).
+"""Flat i32 layouts of a step's input and output, so that each is a single transfer.
 
-On the device both have a leading axis of data ranks, each with a batch of its own.
+On the device both have a leading axis of data ranks.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class PackedLayout:
 
 @dataclass(frozen=True, slots=True)
 class OutputColumns:
-    """Named i32 columns of a row of a step's packed output; a shape (n,) is n of them, () one."""
+    """Named i32 columns of one row of a step's packed output. Shape (n,) takes n columns."""
 
     fields: tuple[tuple[str, tuple[int, ...]], ...]
 
@@ -69,19 +69,18 @@ class OutputColumns:
 
 
 def output_columns(
-    max_emitted: int,
+    max_emitted: int,  # M in a decode, 1 in a prefill
     options: StepOptions = PLAIN,
     *,
-    hidden_words: int = 0,
+    hidden_words: int = 0,  # of one hidden state
 ) -> OutputColumns:
     """Return the output columns of a program, per row and round.
 
-    max_emitted: M in a decode, 1 in a prefill. hidden_words: words of one hidden state.
-
-    Only the first num_emitted of a row's emitted_ids are defined, and so of their log-probabilities
-    (float32 bits; with LOGPROBS) and of the hidden states that chose them (with HIDDEN). With
-    either, a prefill has T more entries than the batch, one per packed token, which emit nothing:
-    they have the log-probability of the next prompt token, and the packed one's hidden state.
+    Only the first num_emitted of a row's emitted_ids are defined. The same holds for their
+    log-probabilities (float32 bits, with LOGPROBS) and for the hidden states that chose them (with
+    HIDDEN). With either option, a prefill's output has T more rows, one per packed token. They emit
+    nothing; they hold the log-probability of the next prompt token and the hidden state of the
+    packed one.
     """
     logprobs = (
         ("logprobs", (max_emitted,)),

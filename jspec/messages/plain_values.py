@@ -1,6 +1,7 @@
 """Convert numbers and arrays of numpy and other libraries to plain Python.
 
-Python callers' values are pickled, compared and written as JSON, which these types do not support.
+Values that callers pass are pickled, compared and written as JSON; those types do not support all
+three.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ _PLAIN = frozenset({int, float, bool, str, type(None)})
 
 
 def plain(value: Any) -> Any:
-    """Return a number, or a numpy bool, as int, float or bool; any other value unchanged."""
+    """Return a number or a numpy bool as int, float or bool, and any other value unchanged."""
     if type(value) in _PLAIN:
         return value
     if isinstance(value, np.bool_):
@@ -26,7 +27,7 @@ def plain(value: Any) -> Any:
 
 
 def plain_items(values: Iterable[Any]) -> tuple[Any, ...]:
-    """Apply `plain` to each item; fast if all are plain, or all of one numpy integer type."""
+    """Apply `plain` to each item. Plain items, and items of one numpy integer type, are fast."""
     found = tuple(values)
     if _PLAIN.issuperset(kinds := set(map(type, found))):
         return found
@@ -36,10 +37,9 @@ def plain_items(values: Iterable[Any]) -> tuple[Any, ...]:
 
 
 def is_array(value: Any) -> bool:
-    """Return whether `value` is an array of another library (numpy, jax) with at least one axis."""
     return hasattr(value, "__array__") and bool(getattr(value, "ndim", 0))
 
 
 def listed(value: Any) -> Any:
-    """Return an array as a (nested) list of Python numbers; any other value unchanged."""
+    """Return an array as a nested list of Python numbers, and any other value unchanged."""
     return np.asarray(value).tolist() if is_array(value) else value

@@ -1,7 +1,7 @@
 """Messages between the scheduler and the runner: frozen, picklable, host only.
 
-A plan names rows by (slot, epoch). The epoch stays on the host: by it a result for a former tenant
-of a slot is recognised and dropped.
+A plan names rows by (slot, epoch). The epoch stays on the host and identifies results for a former
+tenant of a slot, which are dropped.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from jspec.messages.step_options import StepOptions
 
 @dataclass(frozen=True, slots=True, order=True)
 class RowRef:
-    """One tenancy of a slot. Never slot 0, which is the dummy."""
+    """One tenancy of a slot. Slot 0 is the dummy and has none."""
 
     slot: int
     epoch: int
@@ -29,17 +29,14 @@ class RowRef:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Admission:
-    """A new row, written to the device's state before the step that carries it runs.
-
-    It has no pages until the grants of the same plan.
-    cached_len: tokens of fill_ids whose KV is already in the first pages, a multiple of the
-        page size. Those pages are shared and read-only; the first chunk starts after them.
-    """
+    """A new row, written to the device's state before its step; its pages are in the same plan."""
 
     row: RowRef
     request: Request
     prompt_len: int  # of the prompt alone
     fill_ids: tuple[int, ...]  # the prompt and, after a retraction, the output
+    # Tokens of fill_ids whose KV is in the row's first pages already, a multiple of the page size.
+    # These pages are shared and read-only; the first chunk starts after them.
     cached_len: int = 0
 
 
@@ -59,10 +56,10 @@ class PrefillChunk:
 
 @dataclass(frozen=True, slots=True, order=True)
 class PageGrant:
-    """page_table[slot, index + i] = pages[i], applied before the step runs.
+    """Set page_table[slot, index + i] = pages[i] before the step runs.
 
-    Page i of a table has positions [i * page_size, (i + 1) * page_size).
-    space: 0 is the full space, i is that of `PoolLimits.windows[i - 1]`.
+    Entry i of a page table has positions [i * page_size, (i + 1) * page_size). Space 0 is the full
+    space, space i that of `PoolLimits.windows[i - 1]`.
     """
 
     slot: int
@@ -82,7 +79,7 @@ class SnapshotCopy:
 class StepKind(enum.Enum):
     """Kind of a step (`engine.steps.table.STEPS`).
 
-    The value begins the names of its programs, whose bucket counts rows (B) or tokens (T).
+    The value starts the names of its programs, which end with their bucket: B rows or T tokens.
     """
 
     __hash__ = object.__hash__  # fast, as in StepOption
@@ -111,30 +108,21 @@ class StepPlan:
     """One device step: a prefill of `admissions` and `chunks`, or a decode of `rows`.
 
     Rows and chunks of data rank 0 come first, then those of rank 1, and so on.
-
-    runs: programs in order; the output of the last one that emits is the result
-    options: union of the options that the rows need
-    grants: of all spaces; in a prefill those of the full space are for admitted rows, from 0 on
-    restores: copies from snapshots to the states of admitted rows, before a prefill runs
-    saves: copies from the states of its rows to snapshots, after it
-    constraints: one per row of `row_refs`, or empty if no row follows a grammar. Rows with a
-        grammar have no unread results.
-    pending: tokens of each row that the drafter gets right before this decode; empty: none
-    shared: the shared prefix of each row of a decode; empty: none, or too short to pay
     """
 
     step: int
-    runs: tuple[StepRun, ...]
-    options: StepOptions
+    runs: tuple[StepRun, ...]  # programs in order; the last one that emits gives the result
+    options: StepOptions  # union of what the rows need
     admissions: tuple[Admission, ...] = ()
     chunks: tuple[PrefillChunk, ...] = ()
     rows: tuple[RowRef, ...] = ()
-    grants: tuple[PageGrant, ...] = ()
-    restores: tuple[SnapshotCopy, ...] = ()
-    saves: tuple[SnapshotCopy, ...] = ()
+    grants: tuple[PageGrant, ...] = ()  # of all spaces
+    restores: tuple[SnapshotCopy, ...] = ()  # before a prefill, to the states of admitted rows
+    saves: tuple[SnapshotCopy, ...] = ()  # after a prefill, to snapshots
+    # One per row of `row_refs`, or empty. A row with a grammar has no unread results.
     constraints: tuple[Constraint | None, ...] = ()
-    pending: tuple[int, ...] = ()
-    shared: tuple[SharedPrefix, ...] = ()
+    pending: tuple[int, ...] = ()  # each row's tokens for a draft prefill before this decode
+    shared: tuple[SharedPrefix, ...] = ()  # each row's shared prefix in a decode, if worth it
 
     @property
     def kind(self) -> StepKind:
@@ -157,25 +145,25 @@ class StepPlan:
         return pool.by_rank(slots, [len(chunk.token_ids) for chunk in self.chunks])
 
     def decode_rounds(self, scheduling: SchedulingLimits) -> tuple[int, int]:
-        """Return (verifications, most tokens that a row can emit in them); (0, 0) for a prefill."""
+        """Return the number of rounds and the most tokens a row can emit; (0, 0) for a prefill."""
         if self.is_prefill:
             return 0, 0
         num_rounds = self.num_rounds(scheduling)
         return num_rounds, num_rounds * self.shape.max_emitted
 
     def num_rounds(self, scheduling: SchedulingLimits) -> int:
-        """Verifications of a decode; 1 with a grammar, since the host reads every tree."""
+        """Return the verifications per row; 1 with a grammar, since the host reads every tree."""
         return 1 if self.is_prefill or self.constraints else scheduling.num_rounds
 
     @property
     def row_refs(self) -> tuple[RowRef, ...]:
-        """Rows in the order of the result: one per chunk in a prefill, `rows` in a decode."""
+        """Rows in the order of the result: one per chunk of a prefill, else `rows`."""
         return tuple(chunk.row for chunk in self.chunks) if self.is_prefill else self.rows
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepLogprobs:
-    """A step's log-probabilities [rows, M, .], shaped as in `messages.layout.output_columns`."""
+    """A step's log-probabilities [rows, M, .]; see `messages.layout.output_columns`."""
 
     logprobs: np.ndarray  # f32
     top_logprobs: np.ndarray  # f32
@@ -186,7 +174,7 @@ class StepLogprobs:
         return self._tokens((row, slice(count)), sampling)
 
     def of_rows(self, first: int, end: int, sampling: SamplingParams) -> tuple[TokenLogprob, ...]:
-        """Return the requested log-probabilities of the first token of some rows."""
+        """Return the requested log-probabilities of the first token of rows `first` to `end`."""
         return self._tokens((slice(first, end), 0), sampling)
 
     def _tokens(
@@ -204,22 +192,19 @@ class StepLogprobs:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RoundResult:
-    """The result of one round, rows in the order of `StepPlan.row_refs`.
+    """The result of one round, with rows in the order of `StepPlan.row_refs`.
 
-    num_emitted[i]: in a prefill 0 for a chunk that is not final and 1 for a final one; in a decode
-        num_accepted + 1. A row's ids after these are undefined.
-    prompt_logprobs: of the prompt ids that follow each token of the chunks,
-        [tokens of all chunks, 1, .].
-    hidden, prompt_hidden: the states that chose each id, and those of each token of the chunks
-    Optional fields are None in a plan whose options lack them.
+    Fields are None if the plan lacks their option.
     """
 
-    num_emitted: np.ndarray  # i32[rows]
-    ids: np.ndarray  # i32[rows, M]
+    # i32[rows]; num_accepted + 1 in a decode. In a prefill 1 for a row's last chunk, else 0.
+    num_emitted: np.ndarray
+    ids: np.ndarray  # i32[rows, M]; undefined after the first num_emitted
     logprobs: StepLogprobs | None = None  # of the ids, [rows, M, .]
+    # Of the prompt id after each token of the chunks, [tokens of all chunks, 1, .].
     prompt_logprobs: StepLogprobs | None = None
-    hidden: np.ndarray | None = None  # f32[rows, M, E]
-    prompt_hidden: np.ndarray | None = None  # f32[tokens, E]
+    hidden: np.ndarray | None = None  # f32[rows, M, E], the state that chose each id
+    prompt_hidden: np.ndarray | None = None  # f32[tokens of all chunks, E]
 
     @classmethod
     def of(cls, emitted_ids: Sequence[Sequence[int]]) -> RoundResult:

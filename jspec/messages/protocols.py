@@ -13,13 +13,13 @@ from jspec.messages.weight_update import Model, WeightUpdate
 
 @runtime_checkable
 class Runner(Protocol):
-    """Owner of all device state. Called from one thread; steps are collected in order."""
+    """Owner of all device state. One thread calls it and collects steps in order."""
 
     @property
     def limits(self) -> ServeLimits: ...
 
     def dispatch(self, plan: StepPlan) -> Any:
-        """Enqueue one step without waiting for the device; return its handle."""
+        """Enqueue one step without waiting for the device, and return its handle."""
         ...
 
     def collect(self, dispatched: Any) -> StepResult:
@@ -27,46 +27,43 @@ class Runner(Protocol):
         ...
 
     def restart(self) -> None:
-        """Restart after a call raised, without rows and pages; weights and programs are kept.
+        """Restart after a call raised: rows and pages are lost, weights and programs are kept.
 
-        Earlier handles are void. Raises the error that prevents it, and may then be retried;
-        EngineClosedError if it can never succeed.
+        Earlier handles become invalid. If restarting fails, the error is raised and the caller may
+        retry; EngineClosedError means that a retry cannot succeed.
         """
         ...
 
     def give_up(self) -> None:
-        """Make a restart in progress fail soon; from any thread. `close` follows."""
+        """Make a restart in progress fail soon. Any thread may call it; `close` follows."""
         ...
 
     def close(self) -> None:
-        """Release all device memory. The last call; idempotent."""
+        """Release all device memory. Idempotent; no other call may follow."""
         ...
 
 
 class Weights(Protocol):
     @property
-    def has_draft(self) -> bool:
-        """True if there is a draft with weights of its own."""
-        ...
+    def has_draft(self) -> bool: ...
 
     @property
-    def draft_is_in_target(self) -> bool:
-        """True if the draft was read from the target's directory."""
-        ...
+    def draft_is_in_target(self) -> bool: ...
 
     def prepare(self, update: WeightUpdate) -> Any:
-        """Read and check an update; the weights in service stay. From any thread, one at a time.
+        """Read and check an update without changing the weights in service.
 
-        Raises CheckpointError or ConfigError, one error for all faults.
+        Any thread may call it, one at a time. Raises CheckpointError or ConfigError with all faults
+        in one message.
         """
         ...
 
     def switch(self, prepared: Any) -> None:
-        """Switch to the weights from `prepare`, on the runner's thread, with no step in flight.
+        """Switch to the weights from `prepare`.
 
-        An adapter may be switched at any time, from any thread.
-
-        If it raises, the old weights stay in service; after EngineClosedError none are.
+        Call it on the runner's thread with no step in flight; an adapter may be switched at any
+        time from any thread. If it raises, the old weights stay in service, except after
+        EngineClosedError, when none are.
         """
         ...
 
@@ -77,8 +74,8 @@ class Weights(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextCut:
-    num_ids: int  # that belong to the output, up to a completed stop string
-    text: str  # final: no partial character, no possible start of a stop string
+    num_ids: int  # ids that belong to the output, up to a completed stop string
+    text: str  # without a partial character or a possible start of a stop string
     matched: str | None = None  # the completed stop string, already trimmed
 
 
@@ -87,42 +84,39 @@ class TextStream(Protocol):
     """Detokenizer and stop-string matcher of one growing sequence."""
 
     def push(self, ids: tuple[int, ...], *, allow_stop: bool = True) -> TextCut:
-        """Append ids. With allow_stop False a stop string inside them does not end the text."""
+        """Append ids. With allow_stop False, a stop string inside them does not end the text."""
         ...
 
     def flush(self) -> str:
-        """Return the text still held back at the end; it may complete a stop string."""
+        """Return the text still held back at the end, which may complete a stop string."""
         ...
 
     @property
     def matched(self) -> str | None:
-        """The stop string that ended the text, completed by push or by flush."""
+        """The stop string that ended the text, in push or in flush."""
         ...
 
     def watch(self) -> StopWatch | None:
-        """Return a StopWatch for the same stop strings, so that another thread can make the text.
+        """Return a StopWatch for the same stop strings, so that another thread can detokenize.
 
-        None if stopping needs the text itself. Call it before the first push.
+        Return None if stopping depends on the text itself. Call it before the first push.
         """
         ...
 
 
 class StopWatch(Protocol):
-    """Finds the end of the output without producing text.
-
-    Used only where all stop strings count, that is without min_new_tokens.
-    """
+    """Finds the end of the output without producing text. min_new_tokens is not supported."""
 
     def passes(self, ids: Sequence[int]) -> bool:
-        """Append ids; return False, unchanged, if they complete a stop string."""
+        """Append ids and return True, or return False without appending if they end the output."""
         ...
 
     def push(self, ids: tuple[int, ...], *, allow_stop: bool = True) -> TextCut:
-        """Like TextStream.push; the text is unspecified."""
+        """Like TextStream.push, with undefined text."""
         ...
 
     def flush(self) -> str:
-        """Like TextStream.flush; the text is unspecified."""
+        """Like TextStream.flush, with undefined text."""
         ...
 
     @property

@@ -1,7 +1,7 @@
 """Requests and their results: frozen, picklable, without jax.
 
-Only `SamplingParams` itself converts and checks its fields. What depends on the model is checked by
-`text.intake`, what depends on the engine's limits by `scheduler.pages.budget`.
+`SamplingParams` converts and checks its own fields. `text.intake` checks what depends on the model,
+`scheduler.pages.budget` what depends on the engine's limits.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from jspec.messages.verified_tree import VerifiedTree
 
 DEFAULT_NEW_TOKENS = 128  # SGLang's
 DEFAULT_VERSION = "default"  # SGLang's name of the initial weights
-MAX_MASKED_STOP_IDS = 16  # stop ids masked in a row until min_new_tokens are out
+MAX_MASKED_STOP_IDS = 16  # stop ids masked in a row until it has min_new_tokens
 # Limits of one request. Matching stays cheap beyond them, but building the automaton does not.
 MAX_STOP_STRINGS = 256
 MAX_STOP_CHARS = 8192  # of all stop strings together
@@ -59,7 +59,6 @@ MAX_INT = 2**31 - 1  # token ids and lengths are i32 on the device
 
 
 def _vocab_size(vocab_size: int) -> int:
-    """Neutral top_k, and an id that no token has."""
     return vocab_size
 
 
@@ -69,17 +68,16 @@ def _kept_ids(request: Request, vocab_size: int) -> int:
 
 
 def _seed_words(request: Request, _: int) -> tuple[int, int]:
-    """High and low word of the request's final seed, not of `sampling_seed`."""
+    """Return the high and low word of the request's final seed (not `sampling_seed`)."""
     return request.seed >> 32, request.seed & 0xFFFFFFFF
 
 
 def _masked_ids(request: Request, _: int) -> tuple[int, ...]:
-    """Stop ids to mask; none without a minimum length, since the host alone then ends rows."""
+    """Return the stop ids to mask. Only a minimum length masks them; the host ends rows."""
     return request.stop_ids if request.sampling.min_new_tokens else ()
 
 
 def _biases(request: Request, _: int) -> np.ndarray:
-    """i32[n, 2]: each id and the bits of its bias."""
     pairs = request.sampling.logit_bias
     ids = np.array([token_id for token_id, _ in pairs], np.int32)
     biases = np.array([bias for _, bias in pairs], np.float32)
@@ -87,44 +85,43 @@ def _biases(request: Request, _: int) -> np.ndarray:
 
 
 def _logprob_start(request: Request, _: int) -> int:
-    """First prompt token with a log-probability; MAX_INT for none."""
+    """Return the first prompt token with a log-probability, or MAX_INT."""
     sampling = request.sampling
     return sampling.logprob_start_len if sampling.wants_prompt_logprobs else MAX_INT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How one request is sampled and when it stops; fields have SGLang's names.
+    """Sampling and stopping of one request; the fields have SGLang's names.
 
     SAMPLING_FIELDS has each field's default, accepted values and device encoding.
 
-        max_new_tokens: None is DEFAULT_NEW_TOKENS, or less if the context is full. 0 emits nothing
-            and runs the prompt alone, for its log-probabilities or for the prefix cache.
-        min_new_tokens: minimum output length; before it no stop token, string or regex counts
-        temperature: 0 is greedy; any other value divides the logits before filtering
+        max_new_tokens: None is DEFAULT_NEW_TOKENS, or less if the context is full. 0 runs only the
+            prompt, for its log-probabilities or for the prefix cache
+        min_new_tokens: minimum output length; stop tokens, strings and regexes are ignored before
+        temperature: 0 is greedy; other values divide the logits before filtering
         top_k, top_p, min_p: applied jointly to the same distribution; top_k -1 or 0 keeps all
         repetition_penalty: divides the logits of tokens in prompt or output, or multiplies
             negative ones (Keskar et al., 2019); applied first
         frequency_penalty, presence_penalty: subtracted from the logits of tokens in the output
-        logit_bias: (token id, number) pairs, added to those tokens' logits; applied last
-        sampling_seed: 64 bits, negative ones in two's complement; None: drawn from the operating
-            system when the request enters
+        logit_bias: (token id, bias) pairs, added to the logits last
+        sampling_seed: 64 bits, negative values in two's complement; None: a random seed
         stop: strings that end the text and are trimmed from it
         stop_regex: regular expressions (text/stop/stop_regex.py); the first match ends the text
-        no_stop_trim: keep what ended the text in it; a stop token if it has text
-        skip_special_tokens: leave special tokens out of the text; the one that ends it never shows
-        return_logprob: log-probabilities of the output from the raw logits (before penalties,
-            bias, temperature and filters). The other logprob fields need it.
+        no_stop_trim: keep the stop string, or the text of the stop token
+        skip_special_tokens: omit special tokens from the text; the final one is always omitted
+        return_logprob: return log-probabilities of the output, from the logits before penalties,
+            bias, temperature and filters. The other logprob fields need it
         logprob_start_len: include the prompt from this token on; -1: no prompt tokens
         top_logprobs_num: include this many of the most likely tokens
         token_ids_logprob: include these tokens
-        return_hidden_states: the target's last hidden states, after its final norm
-        return_draft_trees: the tree of each verification (slower: steps do not overlap)
-        max_thinking_tokens: most tokens of reasoning between <think> and </think>; then only the
-            end mark may follow. None: no limit
-        json_schema (a JSON object or its text), regex, ebnf (GBNF or Lark), structural_tag: at
-            most one; the output follows that grammar unless its length ends it
-        speculative: false accepts no draft: the same text, one token per step; for comparisons
+        return_hidden_states: return the target's last hidden states, after its final norm
+        return_draft_trees: return the tree of each verification (slower: steps do not overlap)
+        max_thinking_tokens: maximum tokens between <think> and </think>, after which only the end
+            mark is allowed; None: no limit
+        json_schema (a JSON object or its text), regex, ebnf (GBNF or Lark), structural_tag: the
+            output follows this grammar unless its length ends it; at most one of them
+        speculative: false accepts no drafts, for comparisons: the same text, one token per step
     """
 
     max_new_tokens: int | None = sampled(None, Integer(0, MAX_INT), openai="max_tokens")
@@ -207,11 +204,11 @@ class SamplingParams:
     ebnf: str | None = sampled(None, GRAMMAR, needs=StepOption.GRAMMAR)
     structural_tag: str | None = sampled(None, TAG, needs=StepOption.GRAMMAR)
     speculative: bool = sampled(True, Switch(), row=Row(np.int32, neutral=1))
-    # stop_token_ids as a set for lookups, built once for all n sequences.
+    # stop_token_ids as a set, built once for all n sequences.
     stop_id_set: frozenset[int] = field(init=False, repr=False, compare=False, default=frozenset())
 
     def __new__(cls, *_: Any, **named: Any) -> SamplingParams:
-        """Raise TypeError for an unknown name, and suggest the intended one."""
+        """Raise TypeError for an unknown argument, and suggest the intended one."""
         known = [parameter.name for parameter in SAMPLING_FIELDS]
         for name in named:
             if name not in known:
@@ -292,26 +289,23 @@ SAMPLING_FIELDS: SamplingTable = table_of(SamplingParams)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """One sequence to generate, as the scheduler sees it. One of n choices is one Request.
-
-    stop_matching, grammar: made from `sampling` once for all n; None: not made yet.
-    former_ids: output that another engine emitted before it ended. The output goes on after it,
-        with the same ids, text and finish reason as if that engine had not ended.
-    """
+    """One sequence to generate; each of n choices is a Request."""
 
     request_id: str
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams
     seed: int  # final; that of choice i of n is hash(sampling_seed, i)
     eos_token_ids: tuple[int, ...] = ()
+    # Made from `sampling` once for all n choices; None until then.
     stop_matching: Any = field(default=None, repr=False, compare=False)
     grammar: Grammar | None = field(default=None, repr=False, compare=False)
-    reasoning: ReasoningMarks | None = None  # that may precede the grammar's text or an answer
+    reasoning: ReasoningMarks | None = None  # marks of reasoning before the answer
     shown_ids: frozenset[int] = frozenset()  # special tokens that always have text
-    extra_key: str | None = None  # requests with different ones share no cached prefix
+    extra_key: str | None = None  # requests with different keys share no cached prefix
     priority: int = 0  # used if priorities are on (`SchedulingLimits.priority_order`)
-    caller: str | None = None  # user with whom slots are shared; None: the call
+    caller: str | None = None  # user for fair sharing of slots; None: the call itself
     lora: Adapter | None = None  # of the target; None: the model itself
+    # Output of an engine that was lost; text and finish reason continue as if it had not been.
     former_ids: tuple[int, ...] = ()
 
     @property
@@ -324,12 +318,11 @@ class Request:
         return is_eos or token_id in sampling.stop_id_set
 
     def shows(self, token_id: int) -> bool:
-        """Return whether a token id that ended the request has text."""
         return self.sampling.no_stop_trim and token_id not in self.eos_token_ids
 
 
 class FinishKind(enum.Enum):
-    """Why a sequence ended; the value is SGLang's finish_reason type."""
+    """Kind of a sequence's end; the value is SGLang's finish_reason type."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -338,11 +331,9 @@ class FinishKind(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinishReason:
-    """Why a sequence ended. matched: stop string or id of a STOP; message: for an ABORT."""
-
     kind: FinishKind
-    matched: str | int | None = None
-    message: str | None = None
+    matched: str | int | None = None  # stop string or token id of a STOP
+    message: str | None = None  # of an ABORT
     length: int | None = None
 
     def to_json(self) -> dict[str, Any]:
@@ -355,28 +346,24 @@ class FinishReason:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpecCounters:
-    """Speculation counters of one sequence, from committed steps only.
-
-    accept_histogram[i] counts verifications that accepted i drafts (length S + 1).
-    `acceptance_length` excludes prefill's token and the last, truncated step.
-    """
+    """Speculation counters of one sequence, from committed steps only."""
 
     verify_ct: int = 0
     num_accepted: int = 0
     num_proposed: int = 0
-    accept_histogram: tuple[int, ...] = ()
+    accept_histogram: tuple[int, ...] = ()  # entry i: verifications that accepted i drafts, 0 to S
     full_verify_ct: int = 0
     full_num_emitted: int = 0
 
     @property
     def acceptance_length(self) -> float:
-        """Mean num_emitted per verification, bonus included, truncated last step excluded."""
+        """Mean num_emitted per verification, bonus included, without a truncated last step."""
         return self.full_num_emitted / self.full_verify_ct if self.full_verify_ct else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """Log-probabilities at one token: its own, of the top tokens with ids, of the watched ids."""
+    """Log-probabilities at one token: its own, the top tokens' with ids, the watched ids'."""
 
     logprob: float
     top: tuple[tuple[float, int], ...] = ()
@@ -389,11 +376,7 @@ PromptToken = tuple[int, TokenLogprob | None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamChunk:
-    """The output that one round added to one request; the last chunk has the finish reason.
-
-    hidden_states: f32[E] that chose each of new_ids, if requested; for the first token
-        f32[prompt, E], of the whole prompt
-    """
+    """The output that one round added to a request; the last chunk has the finish reason."""
 
     request_id: str
     new_ids: tuple[int, ...]  # after truncation; the first num_accepted were drafts
@@ -407,5 +390,6 @@ class StreamChunk:
     counters: SpecCounters = field(default_factory=SpecCounters)
     logprobs: tuple[TokenLogprob, ...] = ()  # of new_ids, if requested
     prompt_logprobs: tuple[PromptToken, ...] = ()  # in the first chunk; token 0 has None
+    # If requested: f32[E] that chose each of new_ids; for the first one f32[prompt, E].
     hidden_states: tuple[np.ndarray, ...] = field(default=(), compare=False)
     draft_tree: VerifiedTree | None = None  # if requested

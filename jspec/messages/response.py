@@ -1,7 +1,7 @@
 """Responses in SGLang's JSON: text, output_ids and meta_info.
 
-All counters derive from committed chunks. Field names and formulas are SGLang's (0.5.10, 0.5.13
-and 0.5.23 differ in names; all are emitted); `acceptance_length` is jspec's own definition.
+Field names and formulas are those of SGLang 0.5.10 to 0.5.23; where the versions differ, all names
+are sent. `acceptance_length` is jspec's own definition.
 """
 
 from __future__ import annotations
@@ -38,8 +38,6 @@ GROWING = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """How much of a sequence was already sent: output ids, draft trees, ..."""
-
     ids: int = 0
     trees: int = 0
     prompt_ids: int = 0
@@ -50,7 +48,7 @@ NOTHING_TOLD = Told()
 
 
 class LogprobForm:
-    """Log-probabilities in SGLang's form: [log-probability, id, text or null] for each token."""
+    """Writes log-probabilities in SGLang's form, [log-probability, id, text or null]."""
 
     def __init__(self, sampling: SamplingParams, *, token_text: TokenText | None = None) -> None:
         self._sampling = sampling
@@ -106,14 +104,7 @@ class LogprobForm:
 
 
 class Completion:
-    """One sequence so far: all chunks up to now, folded. `add` takes time linear in the chunk.
-
-    logprobs: form of the log-probabilities, if requested
-    token_text: returns the text of a draft tree's node; None: no texts
-    spec_tokens: splits a chunk's text by origin (text/spec_tokens.py); None: not requested
-    started: time of `clock` from which latencies count; None: now
-    reasoning_tokens: set by an endpoint that separates reasoning
-    """
+    """The accumulated chunks of one sequence. `add` takes time linear in the chunk."""
 
     def __init__(
         self,
@@ -121,9 +112,9 @@ class Completion:
         *,
         logprobs: LogprobForm | None = None,
         seed: int | None = None,
-        token_text: TokenText | None = None,
-        spec_tokens: SpecTokens | None = None,
-        started: float | None = None,
+        token_text: TokenText | None = None,  # of draft trees
+        spec_tokens: SpecTokens | None = None,  # splits a chunk's text by origin
+        started: float | None = None,  # start of latencies; None: now
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.request_id = request_id
@@ -136,7 +127,7 @@ class Completion:
         self.hidden_states: list[np.ndarray] = []
         self.output_ids: list[int] = []
         self.finish: FinishReason | None = None
-        self.prompt_tokens = self.reasoning_tokens = 0
+        self.prompt_tokens = self.reasoning_tokens = 0  # an endpoint sets the latter
         self.num_retractions = 0
         self.cached_tokens = 0
         self.weight_version = DEFAULT_VERSION
@@ -148,7 +139,7 @@ class Completion:
         self._spec_tokens: list[dict[str, Any]] = []
         self._clock = clock
         self.started = clock() if started is None else started
-        self.first_token = self.last_token = 0.0  # when they came; 0 until then
+        self.first_token = self.last_token = 0.0  # arrival times; 0 until then
 
     @classmethod
     def of(
@@ -160,7 +151,7 @@ class Completion:
         spec_tokens: SpecTokens | None = None,
         started: float | None = None,
     ) -> Completion:
-        """Build an empty completion. node_text: token_text for draft trees alone."""
+        """Build an empty completion. node_text: the token_text of draft trees only."""
         return cls(
             request.request_id,
             logprobs=LogprobForm.of(request.sampling, token_text=token_text),
@@ -212,7 +203,7 @@ class Completion:
         return len(self.output_ids) - self._told.ids
 
     def take(self) -> tuple[str, Told]:
-        """Return the text since the last call, and how much had been sent by then."""
+        """Return the text since the last call, and what had been sent before it."""
         text, told = "".join(self._new_texts), self._told
         self._new_texts.clear()
         self._told = Told(
@@ -224,7 +215,6 @@ class Completion:
         return text, told
 
     def spec_tokens(self, *, told: Told = NOTHING_TOLD) -> list[dict[str, Any]] | None:
-        """Return the text split by origin, without the part already sent; None: not requested."""
         return None if self._split_text is None else self._spec_tokens[told.spec_tokens :]
 
     def to_json(self) -> dict[str, Any]:
@@ -237,9 +227,10 @@ class Completion:
         return body if pieces is None else {**body, "spec_tokens": pieces}
 
     def meta_info(self, *, told: Told = NOTHING_TOLD) -> dict[str, Any]:
-        """Return meta_info; the lists named in GROWING without the part already sent (`told`).
+        """Return meta_info. The lists named in GROWING omit what was already sent (`told`).
 
-        It has speculation fields once finished, or with spec_tokens, and verified.
+        Speculation fields are included once the sequence has finished, or with spec_tokens, if it
+        has verifications.
         """
         meta: dict[str, Any] = {
             "id": self.request_id,

@@ -1,9 +1,8 @@
-"""Declaration of sampling parameters: accepted values and device encoding, in one place.
+"""The declaration of sampling parameters: accepted values and device encoding.
 
-`SamplingParams` in messages/request.py declares its fields by `sampled(...)`; `table_of` reads them
-back as SAMPLING_FIELDS. From the table follow the checks of a request, the names in the HTTP APIs,
-packing (messages/sampling_rows.py), unpacking (device/batch.py) and the neutral rows
-(device/state.py).
+`SamplingParams` declares its fields with `sampled(...)`; `table_of` collects them in
+SAMPLING_FIELDS. The table determines the checks of a request, the names in the HTTP APIs, packing
+(messages/sampling_rows.py), unpacking (device/batch.py) and neutral rows (device/state.py).
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ _KEY = "sampling_field"  # in a dataclass field's metadata
 
 class Accepts(Protocol):
     def check(self, name: str, value: Any) -> None:
-        """Raise RequestError with the field, its value and what was expected."""
+        """Raise RequestError with the field, its value and the expected values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +44,7 @@ class Integer:
 
 @dataclass(frozen=True, slots=True)
 class Number:
-    """A number from low to high; low itself only if `with_low`."""
+    """A number from low to high; low itself is accepted only if `with_low`."""
 
     low: float
     high: float
@@ -86,7 +85,7 @@ class Switch(Flag):
 
 @dataclass(frozen=True, slots=True)
 class Texts:
-    """A tuple of at most `most` non-empty Unicode strings, with `most_chars` characters in all."""
+    """A tuple of at most `most` non-empty Unicode strings, `most_chars` characters in all."""
 
     most: int
     most_chars: int
@@ -115,7 +114,7 @@ class Source:
     """A non-empty text of at most `most_chars` characters."""
 
     most_chars: int
-    as_json: tuple[str, ...] = ()  # names of JSON types also accepted, as their text
+    as_json: tuple[str, ...] = ()  # JSON types that are accepted too and converted to text
 
     def check(self, name: str, value: Any) -> None:
         if not isinstance(value, str) or not value:
@@ -129,7 +128,6 @@ class Source:
             )
 
     def read(self, name: str, value: Any) -> Any:
-        """Convert a value of an `as_json` type to text. Raises RequestError if it cannot."""
         kind = "boolean" if isinstance(value, bool) else "object"
         if not isinstance(value, Mapping | bool) or kind not in self.as_json:
             return value
@@ -141,8 +139,6 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Integers:
-    """A tuple of at most `most` integers, each accepted by `each`."""
-
     each: Integer
     most: int
 
@@ -173,7 +169,6 @@ class Biases:
             raise RequestError(f"{name} names a token id twice; expected each once")
 
     def read(self, name: str, value: Any) -> Any:
-        """Convert a JSON object with ids as names to pairs; RequestError for other types."""
         if isinstance(value, tuple):
             return tuple(plain_items(x) if isinstance(x, tuple) else x for x in value)
         if not isinstance(value, Mapping):
@@ -200,15 +195,12 @@ def _check_len(name: str, values: Any, *, most: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Encoding of a parameter in a row of the device's SamplingBatch.
+    """Encoding of a parameter in a row of the device's SamplingBatch."""
 
-    encode: (request, V) -> the value, or values; fewer than the row's size leave the rest neutral.
-        None sends the parameter as is.
-    """
-
-    dtype: Any  # 32 bits wide: all travels as i32 bits
+    dtype: Any  # 32 bits wide, since all are sent as i32 bits
     shape: tuple[int, ...] = ()
     neutral: float | Callable[[int], int] = 0  # if absent; a function if it depends on V
+    # (request, V) -> the value or values, where missing ones stay neutral. None: send it unchanged.
     encode: Callable[[Any, int], Any] | None = None
     name: str = ""  # field of SamplingBatch, if not the parameter's own
 
@@ -218,20 +210,19 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)  # the table is hashed once per prefill
 class SamplingField:
-    """One entry of the table: a request parameter under SGLang's name."""
-
     name: str
     default: Any  # if it is None, None is accepted too
     accepts: Accepts
     openai: str  # OpenAI's name, if different
-    needs: StepOption | None  # step option if the value is not the default
+    needs: StepOption | None  # step option that a value other than the default needs
     row: Row | None  # None: only the host uses the parameter
 
     def read(self, value: Any) -> Any:
         """Convert a JSON or Python value to the parameter's type.
 
-        A list or array becomes a tuple, one string a tuple of it, null an empty tuple, and another
-        library's number a Python one. Raises RequestError if a list is expected and missing.
+        For a tuple parameter, a list or array becomes a tuple, one string a tuple of it, and null
+        the default. Numbers of other libraries become Python numbers. Raises RequestError for a
+        value that is no list where a list is expected.
         """
         if isinstance(self.accepts, Source):
             return self.accepts.read(self.name, value)
@@ -266,7 +257,6 @@ def sampled(
     needs: StepOption | None = None,
     row: Row | None = None,
 ) -> Any:
-    """Return the dataclass field that declares a sampling parameter; see `SamplingField`."""
     declared = {
         "default": default,
         "accepts": accepts,

@@ -1,4 +1,4 @@
-"""Rows of sampling parameters in a packed layout, as SAMPLING_FIELDS encodes them."""
+"""Rows of sampling parameters in a packed layout, encoded by SAMPLING_FIELDS."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 from jspec.messages.request import SAMPLING_FIELDS, Request
 from jspec.messages.sampling_fields import Row
 
-# Fields of a packed layout are named PREFIX and the row's name.
+# Fields of a packed layout are named PREFIX + the row's name.
 PREFIX = "sampling."
 # By the name of SamplingBatch' field.
 SAMPLING_ROWS: dict[str, Row] = {f.row.name or f.name: f.row for f in SAMPLING_FIELDS if f.row}

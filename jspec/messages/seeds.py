@@ -8,12 +8,12 @@ TOLD_BITS = 53
 
 
 def choice_seed(seed: int, choice: int) -> int:
-    """Return hash(seed, i) with TOLD_BITS bits, the seed of choice i; choice 0 keeps `seed`."""
+    """Return the seed of choice i: `seed` itself for 0, else TOLD_BITS bits of hash(seed, i)."""
     return split_mix(seed, choice) >> 64 - TOLD_BITS if choice else seed
 
 
 def split_mix(seed: int, index: int) -> int:
-    """Return output `index` of SplitMix64 from `seed` (Steele, Lea and Flood, 2014), 64 bits."""
+    """Return the 64-bit output `index` of SplitMix64 from `seed` (Steele, Lea and Flood, 2014)."""
     x = (seed + index * 0x9E3779B97F4A7C15) & MAX_SEED
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & MAX_SEED
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & MAX_SEED

@@ -1,6 +1,6 @@
-"""Step options: what a step computes beyond choosing a token. They select a compiled program.
+"""Step options: computations of a step beyond choosing tokens. They select a program.
 
-A program can serve every plan whose options it covers; one without options is the fastest.
+A program serves every plan whose options it covers; the one without options is the fastest.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 
 class StepOption(enum.Enum):
-    """An optional part of a step that costs time and is compiled in or left out."""
+    """A part of a step that costs time and is compiled only if a request needs it."""
 
     # Every step looks programs up by options; Enum's own hash runs in Python.
     __hash__ = object.__hash__
@@ -26,7 +26,7 @@ class StepOption(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class StepOptions:
-    """An immutable set of options; iterates and prints in the order of `StepOption`."""
+    """An immutable set of options that iterates and prints in the order of `StepOption`."""
 
     members: frozenset[StepOption] = frozenset()
 
@@ -43,7 +43,7 @@ class StepOptions:
         return f"StepOptions({self})"
 
     def __str__(self) -> str:
-        """ "plain", "sampling" (SAMPLING), "all", or the names joined by +."""
+        """Return "plain", "sampling" (SAMPLING), "all", or the names joined by +."""
         if self.members == ALL.members:
             return "all"
         if self.members == SAMPLING.members:
@@ -57,7 +57,7 @@ class StepOptions:
         return self if self.members <= options else StepOptions(self.members & options)
 
     def union(self, others: Iterable[StepOptions]) -> StepOptions:
-        """Return the union with all others. Most add nothing and cost one comparison."""
+        """Return the union with all others. It is cheap if they add nothing, as most do."""
         members = self.members
         for other in others:
             if not other.members <= members:
@@ -69,5 +69,5 @@ PLAIN = StepOptions()
 # Everything that changes which token is chosen. Log-probabilities cost more and are separate.
 SAMPLING = StepOptions(frozenset({StepOption.FILTERS, StepOption.PENALTIES}))
 UNMASKED = frozenset(StepOption) - {StepOption.GRAMMAR}
-# Features compiled at start; programs for the others are compiled on demand.
+# Options compiled at start; programs for the others are compiled on demand.
 ALL = StepOptions(frozenset({*SAMPLING, StepOption.LOGPROBS}))

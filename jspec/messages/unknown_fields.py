@@ -1,6 +1,6 @@
 """Unknown fields of a request: an error, or ignored with a warning.
 
-A call in Python and a line of a batch refuse them, a server only with --strict-requests.
+Python calls and batch lines refuse them, a server only with --strict-requests.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ MAX_REPORTED = 256  # names
 
 
 class IgnoredFields:
-    """Ignored unknown fields, each reported once, at most MAX_REPORTED to bound the log."""
+    """Reports each unknown field once, at most MAX_REPORTED, which bounds the log."""
 
     def __init__(self) -> None:
         self._names: set[str] = set()
         self._lock = threading.Lock()  # long bodies are parsed in threads
 
     def ignore(self, where: str, name: str, suggest: Callable[[], str]) -> None:
-        """Report the name of an ignored field. suggest: the intended field, "" if unclear."""
+        """Report an ignored field. suggest: returns the intended field, or ""."""
         name = name[:SHOWN_CHARS]
         if name in self._names or len(self._names) > MAX_REPORTED:
             return
@@ -50,7 +50,6 @@ _IGNORED: ContextVar[IgnoredFields | None] = ContextVar("ignored_fields", defaul
 
 @contextmanager
 def ignoring(fields: IgnoredFields | None) -> Iterator[None]:
-    """Ignore unknown fields of the requests that are read inside. None: they are errors."""
     before = _IGNORED.set(fields)
     try:
         yield
@@ -63,7 +62,7 @@ def refuse_or_ignore(
 ) -> None:
     """Raise RequestError for an unknown field, unless such fields are ignored.
 
-    suggest: the intended field, "" if unclear; default: the nearest known name.
+    suggest: returns the intended field, or ""; by default the nearest known name.
     """
     fields = _IGNORED.get()
     if fields is not None:

@@ -1,4 +1,4 @@
-"""The tree of one verification for inspection, as plain host numbers."""
+"""The tree of one verification, as host data for inspection."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class VerifiedTree:
     def of(
         cls, tokens: Sequence[int], parents: Sequence[int], *, accepted_ids: Sequence[int]
     ) -> VerifiedTree | None:
-        """Return the tree and the path that was walked; None for a root alone.
+        """Return the tree and its accepted path, or None for a root alone.
 
             tokens 7 5 6 9   parents -1 0 0 2   accepted_ids 6 9   → accepted 2 3
 
-        A simulated acceptance also emits tokens that were not drafted: the path ends before them.
+        A simulated acceptance also emits tokens that were not drafted; the path ends before them.
         """
         if len(tokens) == 1:
             return None

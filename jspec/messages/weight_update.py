@@ -1,4 +1,4 @@
-"""Weight updates as host data, from the caller to the engine that reads them."""
+"""Weight updates, from the caller to the engine that reads them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 class Model(enum.Enum):
-    """Target or draft: SGLang's names of a selector, without `all`."""
+    """The model that an update or a lookup addresses; SGLang's names except `all`."""
 
     TARGET = "target"
     DRAFT = "draft"
@@ -25,7 +25,7 @@ class InFlight(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiskUpdate:
-    """All weights of target, draft or both, each from a directory."""
+    """All weights of the target, the draft or both, each from a directory."""
 
     target: str | None = None
     draft: str | None = None
@@ -39,8 +39,6 @@ class ArrayUpdate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterUpdate:
-    """A LoRA adapter for a slot of the stacked weights; other weights stay."""
-
     slot: int
     path: str | None  # a directory; None: the slot is no longer used
 

@@ -1,4 +1,4 @@
-"""The loaded LoRA adapters by name, and which slots of the stacked weights are free."""
+"""The loaded LoRA adapters and the free slots of the stacked weights."""
 
 from __future__ import annotations
 
@@ -10,36 +10,36 @@ from jspec.errors import RequestError, shown
 from jspec.messages.adapter import Adapter
 from jspec.scheduler.sequence import Sequence
 
-Uses = Callable[[Adapter], bool]  # whether an unfinished request has an adapter
+Uses = Callable[[Adapter], bool]  # whether an unfinished request uses an adapter
 
 
 def by_lora(sequences: Iterable[Sequence]) -> Counter[str]:
-    """Count those with an adapter by its name. Another thread may change `sequences`."""
+    """Count sequences by adapter name. Another thread may change `sequences` meanwhile."""
     loras = [sequence.request.lora for sequence in list(sequences)]
     return Counter(lora.name for lora in loras if lora is not None)
 
 
 class LoadedAdapters:
-    """A slot is free once no request has the adapter that was in it.
+    """The loaded adapters by name, in `most` slots; 0 if the engine serves none.
 
-    most: slots; 0: the engine serves no adapters. One thread changes it, any thread reads it.
+    A slot is free once no unfinished request uses the adapter that was in it. One thread changes
+    this object, any thread reads it.
     """
 
     def __init__(self, most: int, uses: Uses) -> None:
         self._most, self._uses = most, uses
         self._numbers = itertools.count()
-        self._leaving: list[Adapter] = []  # removed ones that requests may still have
+        self._leaving: list[Adapter] = []  # removed, but requests may still use them
         self.by_name: Mapping[str, Adapter] = {}  # replaced as a whole
 
     def find(self, name: str) -> Adapter:
-        """Raises RequestError, which lists the loaded ones."""
         found = self.by_name.get(name)
         if found is None:
             raise self._unknown(name)
         return found
 
     def check(self, adapters: Iterable[Adapter | None]) -> None:
-        """Raise RequestError if one of them was removed since a request found it."""
+        """Raise RequestError if an adapter was removed since its request looked it up."""
         for lora in {each for each in adapters if each is not None}:
             if self.by_name.get(lora.name) != lora:
                 raise self._unknown(lora.name)
@@ -52,7 +52,7 @@ class LoadedAdapters:
         return RequestError(f"lora_path is {shown(name)}; expected {known}")
 
     def place(self, name: str, path: str) -> Adapter:
-        """Return a new adapter with a free slot, to be added once its weights are there.
+        """Return a new adapter with a free slot; `add` it once its weights are loaded.
 
         Raises RequestError if the name is taken or no slot is free.
         """
@@ -78,7 +78,7 @@ class LoadedAdapters:
         self.by_name = {**self.by_name, lora.name: lora}
 
     def remove(self, lora: Adapter) -> None:
-        """Let no new request find it; the slot stays taken while a request has it."""
+        """Hide the adapter from new requests. Its slot stays taken while requests use it."""
         self.by_name = {name: each for name, each in self.by_name.items() if each != lora}
         self._leaving.append(lora)
 

@@ -11,7 +11,6 @@ from jspec.scheduler.sequence import Sequence
 
 
 def blame(error: Exception, sequence: Sequence) -> NoReturn:
-    """Raise `error` as a SequenceError of this request, or unchanged if it is one already."""
     if isinstance(error, SequenceError):
         raise error
     raise SequenceError(sequence.request.request_id, error) from error
@@ -19,7 +18,7 @@ def blame(error: Exception, sequence: Sequence) -> NoReturn:
 
 @contextmanager
 def blaming(sequence: Sequence) -> Iterator[None]:
-    """Attribute any error of the block to `sequence`. Costs a microsecond: not for hot paths."""
+    """Attribute errors of the block to `sequence`. It costs a microsecond: not for hot paths."""
     try:
         yield
     except Exception as error:

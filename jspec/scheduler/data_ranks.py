@@ -1,7 +1,7 @@
-"""The data ranks of an engine: which one a request runs on, and the sums over all.
+"""The data ranks of an engine: placement of requests, and sums over all ranks.
 
-A step runs on all ranks at once, each with slots, pages and a prefix cache of its own (`Seats`). A
-slot has its rank in its number, so rows of all ranks are in one table and one plan.
+A step runs on all ranks at once. Each rank has its own slots, pages and prefix cache (`Seats`). A
+slot's number determines its rank, so one row table and one plan hold the rows of all ranks.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from jspec.scheduler.seats import Seats
 from jspec.scheduler.sequence import Sequence, Tenancy
 from jspec.scheduler.stats import RankStats, Totals
 
-# A step takes as long as the rank with most rows does. So a cached prefix attracts a request only
-# to a rank that has at most this many times the rows of the least loaded one, and one more.
+# The rank with the most rows determines a step's time. So a cached prefix attracts a request only
+# to a rank with at most this many times the rows of the least loaded one, plus one.
 MOST_TIMES_THE_ROWS = 2
 
 
@@ -59,10 +59,10 @@ class DataRanks:
         return self.all[self._pool.rank_of(row.slot)].tenancies[row]
 
     def place(self, newcomer: Sequence, has_room: Ordered[bool]) -> tuple[int, Hit] | None:
-        """Return the rank of the head of the queue and its cached prefix there, or None: it waits.
+        """Return the rank for the head of the queue and its cached prefix there, or None to wait.
 
-        Of the ranks that have room in this step, a slot and the pages, the one with the longest
-        cached prefix, then the fewest rows, then the most free pages.
+        Among ranks with a free slot, enough pages and room in this step, choose by balance, the
+        longest cached prefix, the fewest rows, and the most free pages, in this order.
         """
         able = [i for i, seats in enumerate(self.all) if has_room[i] and seats.free_slots]
         least = min((len(self.all[i].running) for i in able), default=0)
@@ -77,7 +77,6 @@ class DataRanks:
         return max(((i, hit) for i, hit in hits if hit is not None), key=worth, default=None)
 
     def end(self, sequence: Sequence, *, step: int, keeps_pages: bool = True) -> None:
-        """End the tenancy of a sequence, if any. step: the last one dispatched."""
         if sequence.tenancy is not None:
             self.of(sequence.tenancy).end(sequence, step=step, keeps_pages=keeps_pages)
 
@@ -85,7 +84,7 @@ class DataRanks:
 
     @property
     def running(self) -> list[Sequence]:
-        """The sequences with a slot, by rank, and in order of arrival there."""
+        """The sequences with a slot, by rank and then by arrival."""
         return [sequence for seats in self.all for sequence in seats.running.values()]
 
     @property
@@ -116,7 +115,6 @@ class DataRanks:
             return True
 
     def counts(self) -> dict[str, Any]:
-        """Return what `SchedulerStats` has of rows and pages."""
         full, *windows = zip(*[seats.pages.spaces for seats in self.all], strict=True)
         return {
             "num_running": self.num_running,

@@ -1,7 +1,7 @@
 """Choose the rows of the next decode step and grant their pages.
 
-With enough free pages, all rows are planned together on the columns of the row table. Otherwise
-rows are planned one by one in claim order, since each may make another row wait or be retracted.
+If pages suffice, all rows are planned together on the columns of the row table. Otherwise they are
+planned one by one in claim order, since each may make another row wait or be retracted.
 """
 
 from __future__ import annotations
@@ -31,8 +31,6 @@ CUT = (StepKind.PROPOSE, StepKind.SCORE, StepKind.SETTLE)
 
 
 class DecodePlanner:
-    """Plans decode steps over the rows of all ranks, to which it grants pages."""
-
     def __init__(
         self,
         limits: ServeLimits,
@@ -59,8 +57,9 @@ class DecodePlanner:
     def plan(self, *, step: int) -> Flight | None:
         """Return the next decode, or None if no row can run. Grants pages and may retract rows.
 
-        While a row that needs masks has an unread step, all rows wait: its next tree is verified
-        only after that step is read, and rows that went on would never share a step with it again.
+        While a row that needs masks has an unread step, all rows wait. Its next tree can be
+        verified only after that step is read; if the others ran on, it would never share a step
+        with them again.
         """
         running = self._running_rows()
         step_rows = running.take(self._table.may_decode(running.slots).nonzero()[0])
@@ -97,17 +96,14 @@ class DecodePlanner:
         return Flight(plan, step_rows)
 
     def _runs(self, shape: SpeculativeConfig, *, gives: bool, cut: bool) -> tuple[StepRun, ...]:
-        """Return the programs of a decode.
-
-        gives: the drafter gets pending tokens. cut: a row needs masks.
-        """
+        """Return the programs of a decode. cut: a row needs masks."""
         own = self._limits.draft_shape
         first = (StepRun(StepKind.DRAFT_PREFILL, own),) if gives else ()
         kinds = CUT if cut else (StepKind.DECODE,)
         return (*first, *[StepRun(kind, shape) for kind in kinds])
 
     def _masked(self, step_rows: StepRows) -> tuple[Constraint | None, ...]:
-        """Return the grammars that may refuse a token of this step, or of one not yet read."""
+        """Return the grammars that may forbid a token of this step or of an unread one."""
         if not step_rows.constraints:
             return ()
         slots, limits = step_rows.slots, self._limits
@@ -125,7 +121,7 @@ class DecodePlanner:
     def _shared(
         self, slots: Ints, options: StepOptions, shape: SpeculativeConfig
     ) -> tuple[SharedPrefix, ...]:
-        """Return the shared prefixes; () if too short, or if the program has no such input."""
+        """Return the shared prefixes, or () if they are too short or the program takes none."""
         is_supported = shape == self._limits.draft_shape and SAMPLING.covers(options)
         if self._sharing is None or not is_supported:
             return ()
@@ -134,9 +130,10 @@ class DecodePlanner:
         return shared
 
     def _pending(self, slots: Ints, shape: SpeculativeConfig) -> tuple[int, ...]:
-        """Return each row's number of pending tokens to give to the drafter before this decode.
+        """Return each row's number of pending tokens for a draft prefill before this decode.
 
-        All are given if the shape drafts, or if a plain decode would leave more than W of them.
+        The draft prefill runs if the shape drafts, or if a plain decode would leave more pending
+        tokens than the drafter's limit. Otherwise the result is empty.
         """
         if not self._deferred_tokens:
             return ()
@@ -153,7 +150,6 @@ class DecodePlanner:
         return self._running_step
 
     def _is_short(self, slots: Ints, missing: list[int]) -> bool:
-        """Return whether the rows of a rank miss more pages than it has."""
         needed = self._limits.pool.by_rank(slots, missing)
         return any(map(operator.gt, needed, [seats.pages.num_free for seats in self._ranks.all]))
 
@@ -173,10 +169,10 @@ class DecodePlanner:
         return sorted(chosen, key=self._ranks.number_of)
 
     def _make_room(self, sequence: Sequence, tenancy: Tenancy) -> int:
-        """Return how many pages the row lacks for its next decode, after any necessary retractions.
+        """Return the pages that the row lacks for its next decode, retracting rows if necessary.
 
-        Retracts, if necessary the row itself, until enough pages are free or waiting can help: it
-        has unread steps, or ended rows will return pages when their steps are collected.
+        Retracts rows, possibly this one, until enough pages are free. It stops if waiting can help:
+        the row has unread steps, or ended rows will release pages when their steps are collected.
         """
         unread = tenancy.rounds_in_flight
         (num_missing,) = self._table.pages_missing(np.array([tenancy.row.slot]), self._limits)

@@ -1,17 +1,16 @@
-"""Scheduling policy: prefill budget, admission, and retraction. Pure functions.
+"""Scheduling policy: prefill budget, admission and retraction. Pure functions.
 
-- By priority, then callers share the slots (`waiting.py`). The head of the queue is admitted when
-  a slot is free and there are pages for its whole fill and its first decode; while it is the
-  head no request overtakes it. If other rows run, it must also leave the pages that it and they
-  need for the next few steps.
+- Requests are ordered by priority and share slots between callers (`waiting.py`). The head of the
+  queue is admitted when a slot is free and there are pages for its whole fill and first decode. No
+  request overtakes it. If other rows run, their and its needs for the next few steps must also fit.
 - Prompts are prefilled as soon as they arrive, but decoding rows wait for a bounded number of
-  prompt tokens only: `prefill_room`.
-- A prefill step packs chunks in order of arrival until it is out of tokens or rows. While
-  several prompts wait, steps are short, so that the first prompt need not wait for the last. A
-  prompt that fills many steps leaves half of each to shorter ones.
-- A decode row short of pages waits while a step in flight may still help: its own unread steps
-  (which bound its length) or those of ended rows (which return pages). Otherwise the newest
-  running sequence of the lowest rank is retracted: it has waited least and loses least.
+  prompt tokens only (`prefill_room`).
+- A prefill step packs chunks in order of arrival until it is out of tokens or rows. While several
+  prompts wait, steps are short, so that the first need not wait for the last. A prompt that fills
+  many steps leaves half of each to shorter ones.
+- A decode row short of pages waits while a step in flight may help: its own unread steps, which
+  bound its length, or those of ended rows, which release pages. Otherwise the newest running
+  sequence of the lowest rank is retracted, since it waited least and loses least.
 """
 
 from __future__ import annotations
@@ -28,23 +27,23 @@ from jspec.scheduler.waiting import rank_of
 from jspec.spec import indexing
 
 # Tuned with benchmarks/simulate_load.py and on a GPU (decision 21). While WAVE times the waiting
-# prompts outnumber the decoding rows, these wait longer, up to MOST_SHARES budgets: the burst ends
-# sooner, and its rows then decode in one batch.
+# prompts outnumber the decoding rows, these wait for up to MOST_SHARES budgets. The burst then ends
+# sooner, and its rows decode in one batch.
 WAVE = 8
 MOST_SHARES = 12
-# A step takes 1 / STEPS of a budget, or 1 / STEPS_OF_WAVE of the waiting tokens if that is more.
+# A step takes the larger of 1 / STEPS of a budget and 1 / STEPS_OF_WAVE of the waiting tokens.
 STEPS = 2
 STEPS_OF_WAVE = 2
-# Less than 1 / SCRAPS of a budget is not worth a separate step.
+# Less than 1 / SCRAPS of a budget is not worth its own step.
 SCRAPS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unfilled:
-    """Prompts not fully dispatched: running ones, and waiting ones for which slots are free."""
+    """Prompts not fully dispatched: running ones, and waiting ones with a free slot."""
 
     num_rows: int
-    num_tokens: int  # undispatched ones of all of them
+    num_tokens: int  # not yet dispatched
 
 
 def prefill_room(
@@ -52,19 +51,15 @@ def prefill_room(
     unfilled: Unfilled,
     *,
     num_decoding: int,
-    since_decode: int,
-    timed: int | None = None,
+    since_decode: int,  # prompt tokens dispatched since the last decode step
+    timed: int | None = None,  # tokens that fit a time limit, which replaces budget and burst
 ) -> int:
     """Return the prompt tokens that a prefill may take next; 0: decode first.
 
-    since_decode: prompt tokens dispatched since the last decode step. Between two decode steps
-    there are at most limits.prefill_budget tokens, and more in a burst:
+    Between two decode steps it is at most limits.prefill_budget, and more in a burst:
 
         budget 2048, 40 rows decode, 5 prompts wait: 8 * 4 / 40 < 1, 2048 tokens
         20 rows decode, 11 prompts wait: 8 * 10 / 20 = 4 times as many; 12 times at most
-
-    timed: replaces that budget by the tokens that fit the time limit of prefills; a burst does not
-    raise it.
     """
     budget = limits.scheduling.prefill_budget if timed is None else timed
     step = _step_tokens(limits.programs, unfilled, budget)
@@ -78,7 +73,7 @@ def prefill_room(
         step = min(step, room)
     if unfilled.num_tokens <= step:
         return step
-    # Prompts that have waited for a decode step do not wait for another.
+    # Prompts that have waited for one decode step do not wait for another.
     return _unpadded(limits.programs, step) or (0 if since_decode else step)
 
 
@@ -114,7 +109,7 @@ class ChunkPacker:
     ) -> PrefillChunk:
         """Return the longest possible next chunk of a row whose prefill is not fully dispatched.
 
-        cut: returns where a chunk ends that could reach a position; None: there.
+        cut: maps the position that the chunk could reach to the one where it ends.
 
         In:  room 8, 5 tokens already packed, a fill of 10 of which 4 are dispatched
         Out: start 4, tokens 4..6, next_id is fill token 7
@@ -153,7 +148,7 @@ def pages_missing_ahead(limits: ServeLimits, sequence: Sequence) -> int:
 
 
 def by_claim(scheduling: SchedulingLimits, running: Iterable[Sequence]) -> list[Sequence]:
-    """Return sequences as they get pages, by rank and arrival; the last one is the victim."""
+    """Return sequences in the order in which they get pages: by rank, then arrival."""
     return sorted(running, key=lambda sequence: (-rank_of(scheduling, sequence), sequence.arrival))
 
 

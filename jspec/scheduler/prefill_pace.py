@@ -1,4 +1,4 @@
-"""Estimate how many prompt tokens fit a time, from the durations of recent prefills."""
+"""Estimate the prompt tokens that fit a time, from the durations of recent prefills."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections import deque
 
 from jspec.spec import indexing
 
-SAMPLES = 9  # kept of each size; a slow moment spans fewer, so the median ignores it
-COLD_RUNS = 1  # first runs of a program, which are slower and not counted
+SAMPLES = 9  # per size; the median ignores slow moments, which span fewer
+COLD_RUNS = 1  # slower first runs of a program, which are ignored
 
 
 class PrefillPace:
@@ -38,7 +38,7 @@ class PrefillPace:
         return max(fit, default=self._buckets[0])
 
     def _expected(self, bucket: int) -> float:
-        """Return the median, scaled from the next larger (else the largest) measured size."""
+        """Return the median, scaled from the next larger measured size, or else the largest."""
         larger = [size for size in self._seconds if size >= bucket]
         known = min(larger) if larger else max(self._seconds)
         return statistics.median_low(self._seconds[known]) * bucket / known

@@ -39,10 +39,7 @@ class PrefillPlanner:
         self._waiting = waiting
 
     def plan(self, packer: policy.ChunkPacker, *, step: int) -> Flight | None:
-        """Return the next prefill, or None if there is no chunk or no room for one.
-
-        Each data rank packs with a copy of `packer`.
-        """
+        """Return the next prefill, or None. Each data rank packs with a copy of `packer`."""
         packers = [replace(packer) for _ in self._ranks.all]
         chunks: list[PrefillChunk] = []
         admissions: list[Admission] = []
@@ -105,7 +102,7 @@ class PrefillPlanner:
             + len(chunk.token_ids)
             + chunk.is_final * self._limits.draft_shape.num_root_slots
         )
-        # A row that only its prefill extends has no page for the root, which goes to page 0.
+        # A row that ends with its prefill has no page for the root, which goes to page 0.
         num_pages = min(shapes.num_pages(end, self._limits.pool.page_size), len(tenancy.page_ids))
         return self._ranks.of(tenancy).pages.grow(tenancy, num_pages)
 
@@ -113,10 +110,8 @@ class PrefillPlanner:
 def cached_draft_prefills(
     limits: ServeLimits, admissions: Sequence[Admission]
 ) -> tuple[StepRun, ...]:
-    """Return the draft prefills of cached tokens that admissions need; mostly none.
-
-    They carry the cached ids of all rows if the drafter keeps ids, else of those with penalties.
-    """
+    """Return the draft prefills of cached tokens that admissions need."""
+    # They carry the cached ids of all rows if the drafter keeps ids, else of rows with penalties.
     rank_of, ranks = limits.pool.rank_of, range(limits.pool.num_ranks)
     own = [[each for each in admissions if rank_of(each.row.slot) == rank] for rank in ranks]
     runs = zip_longest(*[_cached_pieces(limits, each) for each in own], fillvalue=())
@@ -129,7 +124,6 @@ def cached_draft_prefills(
 def _cached_pieces(
     limits: ServeLimits, admissions: Sequence[Admission]
 ) -> list[list[PrefillChunk]]:
-    """Return the pieces of each run, of the admissions of one rank."""
     keeps_ids = limits.draft_shape.keeps_ids
     runs: list[list[PrefillChunk]] = []
     room = 0

@@ -14,8 +14,6 @@ from jspec.spec import indexing
 
 
 class Prefilling:
-    """Prefill progress. The scheduler reports admissions, ends and dispatched steps to it."""
-
     def __init__(self, limits: ServeLimits) -> None:
         self._limits = limits
         self._rows: dict[str, Sequence] = {}  # in order of admission
@@ -37,15 +35,12 @@ class Prefilling:
     def packers(
         self, waiting: Iterable[Sequence], *, num_running: int, num_free_slots: int
     ) -> tuple[policy.ChunkPacker, policy.ChunkPacker]:
-        """Return the packers to try before a decode step, and after it if none could run.
-
-        They are of one data rank; each rank packs with a copy.
-        """
+        """Return a data rank's packers to try before a decode step, and after it if none ran."""
         tokens = [len(each.fill_ids) - each.num_filled for each in self.tenancies]
         tokens += [sequence.num_tokens for sequence in islice(waiting, num_free_slots)]
         if not tokens:
             return self._nothing, self._nothing
-        # All ranks run together, so a step takes from each what an average one has.
+        # All ranks run together, so a step takes from each rank what an average rank has.
         num_ranks = self._limits.pool.num_ranks
         unfilled = policy.Unfilled(
             num_rows=-(-len(tokens) // num_ranks), num_tokens=-(-sum(tokens) // num_ranks)
@@ -82,11 +77,9 @@ class Prefilling:
             self._pace.see(self._longest(plan), seconds)
 
     def _longest(self, plan: StepPlan) -> int:
-        """Return the most prompt tokens of a data rank, which decide how long a step takes."""
         return max(plan.prefill_tokens_by_rank(self._limits.pool))
 
     def _timed_budget(self) -> int | None:
-        """Return the tokens that fit the time limit, if any; prefill_budget until measured."""
         if self._limits.scheduling.prefill_seconds is None:
             return None
         return (

@@ -1,6 +1,6 @@
 """Apply step results to the rows of their plan.
 
-Most rows of a round take all of their ids and go on; they are processed together. Rows that end,
+Most rows of a round take all of their ids and continue; they are processed together. Rows that end,
 may end, or have stop strings are processed one by one (`Sequence.absorb`).
 """
 
@@ -51,10 +51,8 @@ def check_result(
 
 
 def _are_within(counts: list[int], emits: list[int], *, most: int) -> bool:
-    """Return whether rows with a 1 in `emits` emitted 1 to `most` ids, and the others 0.
-
-    Without numpy, which is slower for short lists.
-    """
+    """Return whether rows with a 1 in `emits` emitted 1 to `most` ids, and the others 0."""
+    # It avoids numpy, which is slower for short lists.
     if len(counts) != len(emits):
         return False
     if 0 not in emits:
@@ -64,14 +62,14 @@ def _are_within(counts: list[int], emits: list[int], *, most: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class StepRows:
-    """The rows of a step in plan order, with the data that all their steps share."""
+    """The rows of a step in plan order, with data that stays the same between steps."""
 
     slots: Ints
     tenancies: tuple[Tenancy, ...]
     rows: tuple[RowRef, ...]
     histories: tuple[TokenHistory, ...]
     origins: tuple[Origin, ...]
-    options: StepOptions  # that these rows need together
+    options: StepOptions  # union of what the rows need
     constraints: tuple[Constraint | None, ...]  # of each row, or empty if no row has one
 
     @classmethod
@@ -89,7 +87,6 @@ class StepRows:
         )
 
     def take(self, indices: Ints) -> StepRows:
-        """Return the rows at `indices`; self if these are all rows."""
         if len(indices) == len(self.slots):
             return self
         chosen = indices.tolist()
@@ -105,8 +102,9 @@ class StepRows:
         )
 
     def masked(self, num_tokens: Ints) -> tuple[Constraint | None, ...]:
-        """Return the grammars of rows whose next num_tokens tokens may need masks, None for other
-        rows; empty if no row needs any.
+        """Return each row's grammar if it may restrict the row's next num_tokens tokens, else None.
+
+        The result is empty if no row needs a mask.
         """
         if not self.constraints:
             return ()
@@ -117,7 +115,6 @@ class StepRows:
         return tuple(needed) if any(each is not None for each in needed) else ()
 
     def options_with(self, constraints: tuple[Constraint | None, ...]) -> StepOptions:
-        """Return the options of a step with these masks."""
         return self.options if constraints else self.options.within(UNMASKED)
 
 
@@ -145,18 +142,15 @@ class Flight:
 
 
 class RoundReader:
-    """Appends the ids of a round to its rows.
-
-    own: the engine's own draft shape. finish: called with each sequence that ends.
-    """
+    """Appends the ids of a round to its rows."""
 
     def __init__(
         self,
         table: RowTable,
         totals: Totals,
         *,
-        own: SpeculativeConfig,
-        finish: Callable[[Sequence], None],
+        own: SpeculativeConfig,  # the engine's own draft shape
+        finish: Callable[[Sequence], None],  # called with each sequence that ends
     ) -> None:
         self._own = own
         self._table = table
@@ -166,11 +160,11 @@ class RoundReader:
     def read_round(self, flight: Flight, of_round: RoundResult, pieces: list[Piece]) -> None:
         """Append a piece for each row that emitted and had not ended before.
 
-        Pieces read before a failure remain: counted ids that reach no reader would be a gap.
+        Pieces read before a failure remain, since their ids are already counted.
         """
         slots, counts, ids = flight.slots, of_round.num_emitted, of_round.ids
         is_live = ~self._table.ended[slots]
-        # Chunks that emit nothing also carry those of the prompt.
+        # Chunks that emit nothing still carry these values for the prompt.
         if of_round.logprobs is not None or of_round.hidden is not None:
             for i in is_live.nonzero()[0].tolist():
                 sequence = flight.tenancies[i].sequence
@@ -188,10 +182,6 @@ class RoundReader:
             self._read_row(sequence, emitted, flight.plan, pieces)
 
     def _watch(self, flight: Flight, of_round: RoundResult, goes_on: Bools) -> None:
-        """Push ids to the stop-string watches of their rows.
-
-        Clears `goes_on` of rows in which a stop string completes; their watches are unchanged.
-        """
         watched = (goes_on & self._table.is_watched[flight.slots]).nonzero()[0]
         if not watched.size:
             return

@@ -1,10 +1,10 @@
-"""Per-row numbers that change with every step, as columns indexed by slot, over all data ranks.
+"""Per-row numbers that change with every step, as columns indexed by slot, for all data ranks.
 
-A step is planned and committed by a few operations on whole columns; Python touches only the rows
+A step is planned and committed by a few operations on whole columns; Python loops only over rows
 that end, grow, or have a stop string. The table makes no decisions beyond sums and comparisons.
 
-A row was admitted with `fill` tokens and has `emitted` tokens since. The root's KV is not written,
-so L, as far as read, is fill + emitted - 1, and `fill` while nothing was read.
+A row was admitted with `fill` tokens and has since emitted `emitted` tokens. The root's KV is not
+written, so L, as far as read, is fill + emitted - 1, or `fill` while nothing was read.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ class RowTable:
     last: Ints  # largest useful L (`budget.last_committed`)
     fill: Ints  # tokens at admission
     emitted: Ints  # tokens since
-    pages: Ints  # end of the pages that the row has in all spaces, or gets in its next step
+    pages: Ints  # end of the row's pages in the full space
     unread: Ints  # [slots, 3]: the columns steps, rounds and ahead
-    pending: Ints  # tokens of plain rounds not yet given to the drafter, those in flight included
+    pending: Ints  # tokens of plain rounds not yet given to the drafter, including those in flight
     decodes: Bools  # the final chunk is dispatched and the row has not ended
-    ended: Bools  # the tenancy is over, though steps in flight may name it
+    ended: Bools  # the tenancy is over; steps in flight may still name it
     is_plain: Bools  # its ids alone determine where it ends
     is_watched: Bools  # is_plain, and its ids must be pushed to its StopWatch
     drafts: Bools  # drafts may be accepted
@@ -74,15 +74,13 @@ class RowTable:
         left: int,
         last: int,
         stop_ids: tuple[int, ...] = (),
+        # Its rounds need more than a check of ids: text that may end it, log-probabilities, a
+        # grammar, or no drafts, since its steps then count as plain ones.
         is_cut: bool = False,
         is_watched: bool = False,
         drafts: bool = True,
     ) -> None:
-        """Initialize a row that no step in flight names.
-
-        is_cut: after each round inspect more than its ids, for text that may end it,
-        log-probabilities, a grammar, or a row without drafts, whose steps count as plain ones.
-        """
+        """Initialize a row that no step in flight names."""
         is_cut, self.drafts[slot] = is_cut or not drafts, drafts
         self.left[slot], self.last[slot], self.fill[slot] = left, last, fill
         self.emitted[slot] = self.pages[slot] = self.pending[slot] = 0
@@ -100,8 +98,8 @@ class RowTable:
     def may_decode(self, slots: Ints) -> Bools:
         """Return whether each row's next decode can be dispatched, regardless of pages.
 
-        Its final chunk must be dispatched: the device then knows the root, read or not. Rounds in
-        flight, and a root not yet read, emit at least one token each, and one more must remain.
+        Its final chunk must be dispatched, so that the device knows the root. Each round in flight
+        and an unread root emit at least one token, and one more must remain.
         """
         roots_due = self.emitted[slots] == 0
         return self.decodes[slots] & (self.rounds[slots] + roots_due < self.left[slots])
@@ -122,11 +120,10 @@ class RowTable:
     # In flight.
 
     def unread_tokens(self, slots: Ints) -> Ints:
-        """Return most tokens of each row that steps in flight emit, the root of its prompt too."""
+        """Return the most tokens of each row that steps in flight emit, the first root included."""
         return self.ahead[slots] + (self.emitted[slots] == 0)
 
     def dispatched(self, slots: Ints, *, rounds: int, tokens: int) -> None:
-        """Count a dispatched step; its rounds can emit up to `tokens` tokens."""
         self.unread[slots] += (1, rounds, tokens)
 
     def collected(self, slots: Ints, *, rounds: int, tokens: int) -> None:
@@ -135,7 +132,7 @@ class RowTable:
     # Committing.
 
     def goes_on(self, slots: Ints, counts: Ints, ids: np.ndarray) -> Bools:
-        """Return the rows that surely take all counts[i] ids of ids[i, M] and go on after them."""
+        """Return the rows that certainly keep all counts[i] of their ids[i, M] and continue."""
         found = self.is_plain[slots] & (counts < self.left[slots])
         for stop_ids in self.stop_ids.T[: self.most_stop_ids]:
             found &= (ids != stop_ids[slots][:, None]).all(axis=1)

@@ -1,11 +1,11 @@
 """The scheduler: turns submitted requests into step plans, and step results into chunks.
 
 It alone owns sequences, slots and pages. It plans with upper bounds, because the device runs ahead
-of what the host has read. It knows no device, clock or asyncio; plans run in order.
+of what the host has read. It knows no device, clock or asyncio. Plans run in order.
 
-Finish, abort and retraction follow one rule: the tenancy ends at once, its (slot, epoch) becomes
-stale and results for it are dropped; slot and pages are released when the last dispatched step
-that names them has been collected.
+Finish, abort and retraction follow one rule. The tenancy ends at once: its (slot, epoch) becomes
+stale and results for it are dropped. Slot and pages are released when the last dispatched step that
+names them has been collected.
 """
 
 from __future__ import annotations
@@ -40,17 +40,14 @@ ABORTED = "aborted by request"
 
 
 class Scheduler:
-    """Plans steps within `limits`.
-
-    shapes: chooses the draft shape of each decode; None: always the engine's own.
-    """
+    """Plans steps within `limits`, and takes in their results."""
 
     def __init__(
         self,
         limits: ServeLimits,
         *,
         make_stream: Callable[[Request], TextStream],
-        shapes: ShapeChooser | None = None,
+        shapes: ShapeChooser | None = None,  # None: always the engine's own shape
     ) -> None:
         self._limits = limits
         self._deferred_tokens = limits.max_pending
@@ -88,7 +85,7 @@ class Scheduler:
 
     @property
     def stats(self) -> SchedulerStats:
-        """Exact between turns. Another thread may read it, possibly in the middle of a turn."""
+        """Statistics, exact between turns. Another thread may read them, even during a turn."""
         running = by_lora(self._ranks.running)
         return SchedulerStats(
             num_queued=self.num_queued,
@@ -108,7 +105,7 @@ class Scheduler:
     # Submission and early end of requests.
 
     def enqueue(self, requests: Ordered[Request]) -> None:
-        """Queue all requests or none, clipped. Raises RequestError or QueueFullError."""
+        """Queue all requests or none, clipping lengths. Raises RequestError or QueueFullError."""
         call = self._totals.num_requests  # a caller of its own, unless the client names one
         lengths = budget.check_batch(
             self._limits, requests, in_use=self._sequences, num_queued=len(self._waiting)
@@ -134,12 +131,11 @@ class Scheduler:
                 self._waiting.push(sequence)
 
     def abort(self, request_id: str) -> StreamChunk | None:
-        """Abort a request; like `end`, but make its text here."""
         piece = self.end(request_id)
         return None if piece is None else piece.chunk()
 
     def end(self, request_id: str, *, why: str = ABORTED, is_slow: bool = False) -> Piece | None:
-        """Abort a request now and return its last piece, with any withheld text; None if unknown.
+        """Abort a request and return its last piece with withheld text, or None if unknown.
 
         is_slow: its reader left too many chunks unread.
         """
@@ -157,7 +153,6 @@ class Scheduler:
             return sequence.broken(f"{why}; {text_failure(sequence.request, error)}")
 
     def uses(self, lora: Adapter) -> bool:
-        """Return whether an unfinished request has this adapter."""
         return any(sequence.request.lora == lora for sequence in self._sequences.values())
 
     def expire(self, request_ids: Ordered[str]) -> bool:
@@ -207,14 +202,14 @@ class Scheduler:
     # The prefix cache.
 
     def flush_cache(self) -> bool:
-        """Empty the prefix cache; return False, without effect, while there are requests."""
+        """Empty the prefix cache. While there are requests, do nothing and return False."""
         if self._sequences:
             return False
         self._ranks.flush()
         return True
 
     def set_weight_version(self, version: str, *, renames: bool = False) -> None:
-        """Use only cached pages of these weights from now on. renames: same weights, new name."""
+        """Use only cached pages of these weights. renames: the weights stay, their name changes."""
         self._ranks.set_weight_version(version, renames=renames)
         for sequence in () if renames else self._waiting:
             sequence.forget_prompt()
@@ -222,10 +217,10 @@ class Scheduler:
     # Plans out.
 
     def plan(self) -> StepPlan | None:
-        """Return the next step, to be dispatched at once: it counts as in flight from here on.
+        """Return the next step, which counts as in flight from here on and must be dispatched.
 
-        None if nothing can be dispatched before a result is committed (overlap_depth steps are
-        unread, or every row waits for one) or a request is submitted.
+        Return None if nothing can be dispatched before a result is committed (overlap_depth steps
+        are unread, or every row waits for one) or a request is submitted.
         """
         if len(self._in_flight) > self._limits.scheduling.overlap_depth or self._num_lost:
             return None
@@ -271,14 +266,13 @@ class Scheduler:
     # Results in.
 
     def commit(self, plan: StepPlan, result: StepResult) -> tuple[StreamChunk, ...]:
-        """Like `read`, but make the text here."""
         return tuple([piece.chunk() for piece in self.read(plan, result)])
 
     def read(self, plan: StepPlan, result: StepResult) -> list[Piece]:
         """Apply the oldest step in flight; return a piece for each row and round that emitted.
 
-        Rounds after a row's end are dropped; pieces and counters are per round. Raises ResultError,
-        without any change, for a result out of order or of the wrong shape.
+        Rounds after a row's end are dropped. Raises ResultError, without any change, for a result
+        out of order or of the wrong shape.
         """
         if self._num_lost:
             self._num_lost -= 1
@@ -338,14 +332,14 @@ class Scheduler:
     def contain(self, error: Exception, *, most: int) -> tuple[list[Piece], list[str]]:
         """Recover from an error of `plan`, `read` or `end`.
 
-        Slots and pages can no longer be trusted: they are all reset, and what ran is prefilled
-        again with its output so far. The steps in flight are lost: `read` drops their results, and
-        `plan` waits for them.
+        Slots and pages can no longer be trusted, so all are reset and running requests are
+        prefilled again with their output. The steps in flight are lost: `read` drops their results,
+        and `plan` waits for them.
 
         Returns the pieces read before the error, and the requests to end. A request named by the
-        error ends at once, unless pages leaked and it may only be a victim of that. Otherwise those
-        that ran, or would have run next, end once they were suspected `most` times. Raises `error`
-        if there were no suspects twice, with no piece in between.
+        error ends at once, unless pages leaked, which may have caused the error. Otherwise the
+        requests that ran, or the next one to run, end once they were suspected `most` times. Raises
+        `error` if there was neither a suspect nor a piece twice in a row.
         """
         pieces, self._pieces = self._pieces, []
         for piece in pieces:
@@ -375,7 +369,6 @@ class Scheduler:
         return [each for each in alive if each.tenancy is not None] or alive[:1], False
 
     def _start_again(self) -> None:
-        """Reset all slots and pages and requeue everything, running sequences first."""
         waiting, self._waiting = self._waiting, WaitingQueue(self._limits)
         queued = [each for each in waiting if each.tenancy is None]
         for sequence in queued:

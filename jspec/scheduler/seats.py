@@ -1,8 +1,4 @@
-"""Slots of a data rank, and which sequences have them: admission, end, and release.
-
-A tenancy ends at once; its slot and pages are released when the last dispatched step that names it
-has been collected. If its bookkeeping proves wrong, `Scheduler.contain` replaces it as a whole.
-"""
+"""The slots and pages of a data rank: admission, end and release of sequences."""
 
 from __future__ import annotations
 
@@ -21,13 +17,7 @@ from jspec.scheduler.stats import Totals
 
 
 class Seats:
-    """The slots and pages of one data rank.
-
-    table, epochs: of all ranks, by slot; an epoch is the last one assigned.
-    running: sequences with a slot, in order of arrival.
-    tenancies: all tenancies that still occupy a slot, ended ones included.
-    num_changes: counts sequences that start or stop running.
-    """
+    """The slots and pages of one data rank; `table` and `epochs` are of all ranks, by slot."""
 
     def __init__(
         self,
@@ -49,9 +39,9 @@ class Seats:
         first = limits.pool.first_slot(rank) + 1
         # a heap: lowest slot first
         self.free_slots = list(range(first, first + limits.pool.num_slots))
-        self.running: dict[str, Sequence] = {}
-        self.tenancies: dict[RowRef, Tenancy] = {}
-        self.num_changes = 0
+        self.running: dict[str, Sequence] = {}  # in order of arrival
+        self.tenancies: dict[RowRef, Tenancy] = {}  # that occupy a slot, ended ones included
+        self.num_changes = 0  # of `running`
 
     @property
     def num_leaked(self) -> int:
@@ -66,7 +56,6 @@ class Seats:
         return None if self.pages.waits(newcomer, hit, writers) else hit
 
     def admit(self, sequence: Sequence, hit: Hit) -> tuple[Tenancy, list[PageGrant]]:
-        """Assign the lowest free slot and the pages of the fill and the first decode."""
         slot = heapq.heappop(self.free_slots)
         self._epochs[slot] += 1
         num_pages = budget.pages_for_admission(
@@ -83,7 +72,7 @@ class Seats:
         return tenancy, grants
 
     def end(self, sequence: Sequence, *, step: int, keeps_pages: bool = True) -> None:
-        """End the tenancy of a sequence that runs here. step: the last one dispatched."""
+        """End the tenancy of a sequence that runs here. step: the last dispatched step."""
         with blaming(sequence):
             del self.running[sequence.request.request_id]
             self.num_changes += 1

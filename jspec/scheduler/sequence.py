@@ -1,7 +1,7 @@
 """The scheduler's state of one request.
 
-A Sequence lives from submit to its last chunk. A Tenancy is one stay of it in a slot: retraction
-ends a tenancy, not the sequence. Both are mutable and owned by the scheduler alone.
+A Sequence lives from submission to its last chunk. A Tenancy is its stay in a slot: retraction ends
+the tenancy, not the sequence. Both are mutable and owned by the scheduler.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from jspec.scheduler.row_table import RowTable
 
 
 class SequenceState(enum.Enum):
-    """RUNNING starts when the final prefill chunk is dispatched: the device then has the root."""
+    """State of a sequence. It is RUNNING once its final prefill chunk is dispatched."""
 
     WAITING = "waiting"
     PREFILLING = "prefilling"
@@ -48,10 +48,10 @@ class Tenancy:
     pages: tuple[RowPages, ...] = ()  # by space id
     num_filled: int = 0  # fill tokens dispatched or cached
     cached_len: int = 0  # fill tokens cached at admission
-    # Page ends at which its state was saved, not in the tree yet, and the snapshots.
+    # Snapshots of its state that are not in the tree yet, by depth in pages.
     pending_snapshots: dict[int, int] = field(default_factory=dict)
     namespace: Hashable = None  # of the prefix cache
-    last_cached: Node | None = None  # of its text there; None: it caches nothing
+    last_cached: Node | None = None  # last node of its text there; None: it caches nothing
 
     @classmethod
     def begin(cls, row: RowRef, sequence: Sequence, table: RowTable) -> Tenancy:
@@ -73,7 +73,7 @@ class Tenancy:
 
     @property
     def steps_in_flight(self) -> int:
-        """Dispatched, uncollected steps that name the row and keep its slot and pages taken."""
+        """Dispatched, uncollected steps that name the row; its slot and pages stay taken."""
         return int(self.table.steps[self.row.slot])
 
     @property
@@ -86,7 +86,7 @@ class Tenancy:
 
     @property
     def drafted_len(self) -> int:
-        """Tokens of known_len that the drafter was also given."""
+        """Tokens of known_len that were also given to the drafter."""
         drafted = self.known_len - int(self.table.pending[self.row.slot])
         return max(drafted, min(self.known_len, len(self.fill_ids)))
 
@@ -100,7 +100,6 @@ class Tenancy:
 
     @property
     def is_prefill_read(self) -> bool:
-        """True once the final chunk was read, which emits the first id of a tenancy."""
         return self.num_emitted > 0
 
     def ids_between(self, begin: int, end: int) -> tuple[int, ...]:
@@ -121,8 +120,8 @@ class Tenancy:
     def committed_len(self) -> int:
         """L as far as the host has read: KV of positions 0..L-1 is valid, the root is token L.
 
-        The fill's length while its prefill is unread (the device will have written all of it), then
-        one less than the known tokens, since the root's KV is not written.
+        While the prefill is unread, this is the length of the fill, all of which will be written.
+        Afterwards it is one less than the known tokens, since the root's KV is not written.
         """
         if not self.is_prefill_read:
             return len(self.fill_ids)
@@ -141,20 +140,20 @@ class Sequence:
     request: Request
     arrival: int  # order of submission, kept through retraction
     max_new_tokens: int  # the request's, clipped to what the engine can store
-    # Finds stop strings, if there are any; the reader makes the text if it is None or a watch.
+    # Finds stop strings, if there are any. If it is None or a watch, the reader makes the text.
     text_stream: TextStream | StopWatch | None
     history: TokenHistory  # the reader's side
-    caller: Hashable = None  # whose rows share slots with those of other callers (`waiting.py`)
+    caller: Hashable = None  # for fair sharing of slots (`waiting.py`)
     watch: StopWatch | None = None  # text_stream, if it needs no text to find stop strings
     state: SequenceState = SequenceState.WAITING
     tenancy: Tenancy | None = None
     former_ids: list[int] = field(default_factory=list)  # emitted before this tenancy
     num_retractions: int = 0
-    num_losses: int = 0  # times that it was lost with the runner, or suspected of an error
+    num_losses: int = 0  # times that it was in a lost step or suspected of an error
     # Prompt tokens found in the prefix cache at the first admission with the answering weights.
     cached_tokens: int | None = None
     weight_version: str = DEFAULT_VERSION  # at the last admission
-    options: StepOptions = field(init=False)  # that its steps must have
+    options: StepOptions = field(init=False)  # needed in its steps
     constraint: Constraint | None = field(init=False)  # grammar state, tree watcher, or both
     logprobs: SequenceLogprobs = field(init=False)
     hidden: SequenceHidden = field(init=False)
@@ -176,10 +175,10 @@ class Sequence:
         draft_shape: SpeculativeConfig,
         caller: Hashable = None,
     ) -> Sequence:
-        """Make a sequence. The reader makes its text unless stop strings must be found."""
+        """Make a sequence. The reader makes its text unless stop strings must be found here."""
         params = request.sampling
         cuts = bool(params.stop or params.stop_regex)
-        # The reader does not know which ids are too early to stop at.
+        # The reader does not know which ids come too early to end the text.
         watch = stream.watch() if cuts and not params.min_new_tokens else None
         sequence = cls(
             request=request,
@@ -197,7 +196,7 @@ class Sequence:
         return sequence
 
     def _go_on_after(self, ids: tuple[int, ...], stream: TextStream) -> None:
-        """Become a retracted sequence that has emitted `ids`, whose text is out."""
+        """Become a retracted sequence that has emitted `ids`, whose text was already sent."""
         self.former_ids, self.num_retractions = list(ids), 1
         self._push(stream, ids, num_barred=self.request.sampling.min_new_tokens)
         if self.watch is not None:
@@ -246,7 +245,6 @@ class Sequence:
 
     @property
     def fill_ids(self) -> tuple[int, ...]:
-        """The tokens to prefill: the prompt and, after a retraction, the output."""
         if not self.num_emitted:
             return self.request.prompt_ids
         return (*self.request.prompt_ids, *self.emitted_ids)
@@ -257,18 +255,16 @@ class Sequence:
         return tenancy
 
     def forget_prompt(self) -> None:
-        """Drop what former weights computed for the prompt, unless a token was already emitted."""
+        """Drop prompt values of earlier weights, unless a token was already emitted."""
         if not self.num_emitted:
             self.logprobs = SequenceLogprobs(self.request)
             self.hidden, self.cached_tokens = SequenceHidden(self.request), None
 
     @property
     def sharable_ids(self) -> tuple[int, ...]:
-        """The part of the fill that may come from the prefix cache, plus one token.
-
-        Where prompt log-probabilities or hidden states are requested, the tokens that produce them
-        must be computed: for a log-probability that is the token before.
-        """
+        """The part of the fill that may come from the prefix cache, plus one token."""
+        # Tokens that produce requested prompt log-probabilities or hidden states must be computed.
+        # A log-probability is produced by the token before.
         firsts = self.logprobs.computed_from, self.hidden.computed_from
         asked = [first for first in firsts if first is not None]
         return self.fill_ids[: min(asked) + 1] if asked else self.fill_ids
@@ -276,11 +272,11 @@ class Sequence:
     def absorb(self, ids: tuple[int, ...]) -> Cut:
         """Cut one round's ids and append the rest to the output.
 
-        Only here are ids cut: text, ids and counters all derive from this cut. The first rule that
+        Ids are cut only here; text, ids and counters derive from this cut. The first rule that
         applies decides: stop string, then stop token or EOS, then length. A stop token is kept as
         an id without text (except for Request.shows), unless the text before it, flushed, ends in a
-        stop string. Neither kind of stop applies to the first min_new_tokens tokens, except the EOS
-        of a grammar, which is allowed only where nothing else can follow.
+        stop string. Stops are ignored in the first min_new_tokens tokens, except the EOS of a
+        grammar, which is allowed only where nothing else can follow.
         """
         num_out, low = self.num_emitted, self.request.sampling.min_new_tokens
         kept = ids[: self.num_tokens_left]
@@ -292,7 +288,7 @@ class Sequence:
         text, matched = None, None
         if self.text_stream is not None:
             pushed = self._push(self.text_stream, kept[:num_shown], num_barred=low - num_out)
-            # Nothing may follow a stop string; otherwise withheld text is now final.
+            # Without a stop string, the withheld text is now final.
             held_back = is_last and pushed.matched is None
             text = pushed.text + (self.text_stream.flush() if held_back else "")
             matched = self.text_stream.matched
@@ -326,7 +322,6 @@ class Sequence:
 
     @staticmethod
     def _push(stream: TextStream | StopWatch, ids: tuple[int, ...], *, num_barred: int) -> TextCut:
-        """Push ids into the text; the first num_barred of them cannot complete a stop string."""
         split = max(num_barred, 0)
         num_ids, text = 0, ""
         for part, allow_stop in ((ids[:split], False), (ids[split:], True)):
@@ -369,6 +364,6 @@ class Sequence:
         return self.piece(Cut(ids=(), text=text, num_shown=0, finish=finish))
 
     def broken(self, why: str) -> Piece:
-        """Return the last piece of a sequence whose text stream raised and is not called again."""
+        """Return the last piece of a sequence whose text stream raised and must not be used."""
         finish = FinishReason(kind=FinishKind.ABORT, message=why)
         return self.piece(Cut(ids=(), text="", num_shown=0, finish=finish))

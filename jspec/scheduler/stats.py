@@ -19,33 +19,33 @@ class RankStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerStats:
-    """A snapshot for metrics, over all data ranks. Totals are since the start and count committed
-    ids only.
+    """A snapshot for metrics, over all data ranks.
 
-    Page counts without `window` are of the full space. Free pages include unused cached ones.
+    Totals are since the start and count committed ids only. Page counts without `window` are of the
+    full space. Free pages include cached ones that no row uses.
     """
 
     num_running: int
     num_queued: int
     num_pages: int
     num_free_pages: int
-    num_leaked_pages: int  # of any space, in use but of no row; always 0
+    num_leaked_pages: int  # of any space, in use without a row; 0 unless there is a bug
     num_steps_in_flight: int
     num_requests: int
     num_finished: int
     num_aborted: int
     num_retractions: int
     num_prompt_tokens: int
-    num_emitted: int  # all output tokens, prefill's included
+    num_emitted: int  # output tokens, including those of prefills
     counters: SpecCounters  # sums over all sequences
     num_callers_waiting: int = 0
     most_rows_of_a_caller: int = 0
-    # Sequences by the name of their LoRA adapter; those without one are not in it.
+    # Sequences with a LoRA adapter, by its name.
     running_by_lora: Counter[str] = field(default_factory=Counter)
     waiting_by_lora: Counter[str] = field(default_factory=Counter)
     num_free_window_pages: tuple[int, ...] = ()
     num_cached_window_pages: tuple[int, ...] = ()  # in the prefix cache, in use or not
-    num_steps: int = 0  # steps read: they progress also while a long prompt emits nothing
+    num_steps: int = 0  # steps read, which increase also while a long prompt emits nothing
     num_cached_pages: int = 0  # in the prefix cache, in use or not
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache
     num_slow_readers: int = 0  # of num_aborted, those whose reader left too much unread
@@ -57,7 +57,7 @@ class SchedulerStats:
 
     @property
     def num_used_pages(self) -> int:
-        """Pages of the full space that sequences use; pages that are only cached do not count."""
+        """Pages of the full space that sequences use, without pages that are only cached."""
         return self.num_pages - self.num_free_pages
 
     @property

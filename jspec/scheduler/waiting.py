@@ -3,13 +3,13 @@
 A caller is a client's name for its user or, without one, a call. Three rules choose the next
 request:
 
-    rank     The highest one (`rank_of`). To prevent starvation, a rank goes next once PATIENCE
-             requests per slot were admitted since its own last turn.
-    caller   The one with the fewest rows in slots; callers with as many rows take turns. A
-             retracted sequence goes before all others of its rank, since it had a slot.
+    rank     The highest rank (`rank_of`) goes first. To prevent starvation, a rank goes next once
+             PATIENCE requests per slot were admitted since its own last turn.
+    caller   The caller with the fewest rows in slots; callers with equally many alternate.
+             Retracted sequences go before all others of their rank, since they had a slot.
     arrival  First come, first served.
 
-So a newcomer gets the next free slot, however many requests of another caller wait.
+So a new caller gets the next free slot, however many requests of another caller wait.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Line = dict[int, Sequence]  # by arrival, and in that order
 
 
 def rank_of(scheduling: SchedulingLimits, sequence: Sequence) -> int:
-    """Return the rank: higher goes first; 0 for all if priorities are off."""
+    """Return the rank, of which higher ones go first; 0 if priorities are off."""
     priority = sequence.request.priority
     if scheduling.priority_order is PriorityOrder.OFF:
         return 0
@@ -37,14 +37,12 @@ def rank_of(scheduling: SchedulingLimits, sequence: Sequence) -> int:
 
 @dataclass(slots=True)
 class Rank:
-    """The waiting sequences of one rank, iterated in about the order of admission.
+    """The waiting sequences of one rank, iterated in about the order of admission."""
 
-    lines: a line for each caller, by the caller's number of rows. Among equals the next one is
-        first: a caller that starts to wait, or whose number of rows changes, goes to the end.
-    """
-
-    due: int  # number of admissions after which it goes next
+    due: int  # number of admissions after which this rank goes next
     retracted: Line = field(default_factory=dict)
+    # Each caller's line, by the caller's number of rows. Equal callers take turns: one that starts
+    # to wait, or whose number of rows changes, goes to the end.
     lines: dict[int, dict[Hashable, Line]] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
@@ -87,8 +85,6 @@ class Rank:
 
 
 class WaitingQueue:
-    """Waiting sequences, and the number of rows of each caller."""
-
     def __init__(self, limits: ServeLimits) -> None:
         self._limits = limits
         self._by_rank: dict[int, Rank] = {}
@@ -121,11 +117,10 @@ class WaitingQueue:
 
     @property
     def head(self) -> Sequence:
-        """The next sequence. Raises ValueError if the queue is empty."""
         return self._by_rank[self._next_rank()].head
 
     def pop(self) -> Sequence:
-        """Remove and return the head, which is admitted now: its caller has one more row."""
+        """Remove and return the head, which is admitted now, so its caller has one more row."""
         rank = self._next_rank()
         head = self._by_rank[rank].head
         self._num_gone += 1
@@ -173,7 +168,7 @@ class WaitingQueue:
 
 
 def _add(counts: Counter[Hashable], caller: Hashable, number: int) -> None:
-    """Count without keeping zeros: there are as many callers as there were calls."""
+    """Count without keeping zeros, since the number of callers grows without bound."""
     counts[caller] += number
     if not counts[caller]:
         del counts[caller]

@@ -54,7 +54,7 @@ class EngineServer(uvicorn.Server):
     """A uvicorn server that logs its start and shuts down in stages.
 
     SIGTERM refuses new requests (503, as /ready does) and gives running ones shutdown_timeout
-    seconds; any other signal, or a second one, ends the engine's streams at once.
+    seconds. Any other signal, or a second one, ends the engine's streams immediately.
     """
 
     def __init__(
@@ -66,11 +66,9 @@ class EngineServer(uvicorn.Server):
         self._signals: list[int] = []
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002 - of uvicorn
-        """Record the signal; no more requests are accepted.
-
-        uvicorn must not see it: it raises each signal again after its shutdown, and a SIGTERM would
-        end the process before the engine is closed.
-        """
+        """Record the signal; no more requests are accepted."""
+        # uvicorn must not see it: it raises each signal again after its shutdown, and a SIGTERM
+        # would end the process before the engine is closed.
         self._signals.append(sig)
         self._service.is_shutting_down = True
         if self.should_exit and sig == signal.SIGINT:
@@ -91,8 +89,8 @@ class EngineServer(uvicorn.Server):
             server.close()
         await self._end_requests()
         await self._service.engine.close()
-        # Abort clients that do not read the end of their answer; uvicorn would cancel with a
-        # traceback.
+        # Abort clients that do not read the end of their answer, since uvicorn's cancellation logs
+        # a traceback.
         asyncio.get_running_loop().call_later(GRACE_SECONDS, self._abort)
         await super().shutdown(sockets=sockets)
         if self.force_exit:  # uvicorn skips the lifespan shutdown then
@@ -125,7 +123,7 @@ class EngineServer(uvicorn.Server):
 
 def bind(args: ServerArgs) -> Listener:
     family = socket.AF_INET6 if ":" in args.host else socket.AF_INET
-    # asyncio disables Nagle only if the protocol is named; else each event waits for an ACK, 40 ms.
+    # asyncio disables Nagle only if the protocol is named; else each event waits 40 ms for an ACK.
     bound = Listener(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:

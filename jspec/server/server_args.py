@@ -154,7 +154,7 @@ class ServerArgs:
 
     @property
     def origins(self) -> tuple[str, ...]:
-        """allowed_origins split at commas; accepts vLLM's form too, a JSON list."""
+        """allowed_origins, split at commas; a JSON list, as in vLLM, is accepted too."""
         words = (self.allowed_origins or "").strip("[] ").split(",")
         return tuple(word.strip(" \"'").rstrip("/") for word in words if word.strip(" \"'"))
 

@@ -1,4 +1,4 @@
-"""The endpoints' shared service: one engine, its metrics, and the sequences of each request."""
+"""The endpoints' shared service: one engine, its metrics, and each request's sequences."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Work:
     is_closed: bool = False
 
     async def close(self) -> None:
-        """Abort what is not finished and forget the call. May be awaited twice."""
+        """Abort unfinished sequences and forget the call. Idempotent."""
         if not self.is_closed:  # else its names may be those of a later call
             self.is_closed = True
             self.service.forget(self.names, self.completions, self.trace_parent)
@@ -144,7 +144,7 @@ class Service:
 
     @property
     def unready(self) -> str:
-        """Why the server should get no requests now; "" if it can take them."""
+        """The reason why the server should get no requests now, or ""."""
         if self.engine.is_closed:
             return "the engine is closed"
         if self.is_shutting_down:
@@ -169,16 +169,13 @@ class Service:
         self,
         prompts: Sequence[Prompt],
         *,
-        model: str | None = None,
+        model: str | None = None,  # the client's name of it, which may mean an adapter
         group: str | None = None,
         return_spec_tokens: bool = False,
-        received: float | None = None,
+        received: float | None = None,  # time.monotonic() of the call's first byte
         return_text_in_logprobs: bool = False,
     ) -> Work:
         """Queue all prompts of a call, or none.
-
-        model: as the client names it, and so maybe an adapter.
-        received: time.monotonic() of the call's first byte.
 
         Raises RequestError, QueueFullError or EngineClosedError before anything is queued.
         """
@@ -307,7 +304,7 @@ class Service:
             await asyncio.to_thread(self._spans.close)
 
     async def abort(self, rid: str) -> int:
-        """Abort the sequences of one call, of one prompt, or one by its own id."""
+        """Abort the sequences of a call, of a prompt, or a single one by its id."""
         names = self._groups.get(rid, (rid,))
         return sum([await self.engine.abort(name) for name in names])
 
@@ -328,7 +325,7 @@ class Service:
             await asyncio.sleep(SAMPLE_SECONDS)
 
     def decode_line(self, stats: SchedulerStats) -> str:
-        """Format a log line as SGLang does, with recent rates; none before the first output."""
+        """Format a log line like SGLang's, with recent rates once there is output."""
         rates = self.meter.rates(stats)
         load = (
             f"#running-req: {stats.num_running}, #queue-req: {stats.num_queued}, "

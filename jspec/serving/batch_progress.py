@@ -20,23 +20,17 @@ class Screen(Protocol):
 
 
 class BatchProgress:
-    """Counts answers.
-
-    total, before: all items (`noun`), and those that earlier runs answered.
-    emitted_before: tokens in read_stats that do not belong to this batch.
-    """
-
     def __init__(
         self,
         screen: Screen,
         *,
-        total: int,
-        before: int,
+        total: int,  # items, called `noun`
+        before: int,  # items that earlier runs answered
         errors_before: int = 0,
         read_stats: Callable[[], SchedulerStats],
         clock: Callable[[], float] = time.monotonic,
         noun: str = "lines",
-        emitted_before: int = 0,
+        emitted_before: int = 0,  # tokens in read_stats that do not belong to this batch
     ) -> None:
         self._screen = screen
         self._total, self._before = total, before
@@ -57,7 +51,7 @@ class BatchProgress:
             self._screen.flush()
 
     def line(self) -> str:
-        """412/10000 lines, 3 errors, 1234 tokens/s, acceptance length 2.81, 0:12:31 left"""
+        """Return, for example, "412/10000 lines, 3 errors, 1234 tokens/s, 0:12:31 left"."""
         seconds = max(self._clock() - self._started, 1e-9)
         stats = self._read_stats()
         parts = [f"{self._before + self._now}/{self._total} {self._noun}"]

@@ -1,4 +1,4 @@
-"""The chunk stream of one request, for its reader on any event loop."""
+"""The chunk stream of one request, for a reader on any event loop."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LOGGER = logging.getLogger("jspec.scheduler")
 
 
 class Abandons(Protocol):
-    """Aborts the request of a reader that is gone (jspec.serving.loop.EngineLoop)."""
+    """Aborts the request of a reader that is gone; implemented by EngineLoop."""
 
     async def abandon(self, request_id: str, queue: Mailbox) -> None: ...
 
@@ -29,12 +29,12 @@ class Abandons(Protocol):
 class ChunkStream(AsyncIterator[StreamChunk]):
     """The chunks of one request, up to and including the one with the finish reason.
 
-    The request is aborted by aclose(), by cancelling the wait for a chunk, or by dropping the last
-    reference to the stream.
+    Calling aclose(), cancelling the wait for a chunk, or dropping the last reference to the stream
+    aborts the request.
 
     Raises EngineClosedError, after the committed chunks, if the engine ends first;
     QueueTimeoutError if the request waited too long; RequestFailedError if its text cannot be made,
-    if it was running at repeated runner failures, or after an internal error in its state.
+    if it ran at repeated runner failures, or after an internal error in its state.
     """
 
     def __init__(self, engine_loop: Abandons, request_id: str, queue: Mailbox) -> None:
@@ -42,7 +42,7 @@ class ChunkStream(AsyncIterator[StreamChunk]):
         self._request_id = request_id
         self._queue = queue
         self._is_done = False
-        # References the loop and the queue, not the stream, which could then not be collected.
+        # It must not reference the stream, which could then never be collected.
         self._on_drop = weakref.finalize(
             self, engine_loop.abandon_soon, asyncio.get_running_loop(), request_id, queue
         )
@@ -66,7 +66,7 @@ class ChunkStream(AsyncIterator[StreamChunk]):
         return item
 
     def ready(self) -> list[StreamChunk]:
-        """Return further chunks that are already available, for slow readers."""
+        """Return the chunks that are already available, without waiting."""
         try:
             chunks = [] if self._is_done else self._queue.get_ready()
         except Exception as error:
@@ -76,10 +76,10 @@ class ChunkStream(AsyncIterator[StreamChunk]):
         return chunks
 
     async def aclose(self) -> None:
-        """Abort the request unless it is finished. May be called twice, and by any event loop."""
+        """Abort the request unless it is finished. Idempotent; any event loop may call it."""
         if not self._is_done:
             self._end()
-            # Shielded: the closing task is often being cancelled, but must still abort the request.
+            # Shielded, since the closing task is often being cancelled but must abort the request.
             with suppress(EngineClosedError):  # closed just now, which ended it
                 await asyncio.shield(self._engine_loop.abandon(self._request_id, self._queue))
 

@@ -57,14 +57,14 @@ from jspec.text.tokenizer.tokenizer import Tokenizer
 class Engine:
     """A model pair, loaded and compiled, ready for requests. Names are SGLang's.
 
-    model: `model_path`, as first argument or by this name; None: the bundled pair. Other keyword
-    arguments are those of `EngineArgs`, stored as `args`; `config` is the resolved configuration.
-    The engine runs on an event loop in its own thread: any thread and any event loop may use it. A
-    call `async_...` has a synchronous form without that prefix.
+    model: `model_path`; None: the bundled pair. Other keyword arguments are those of `EngineArgs`,
+    stored as `args`; `config` is the resolved configuration. The engine runs on an event loop in
+    its own thread, and any thread or event loop may use it. Each method `async_...` has a
+    synchronous form without that prefix.
 
-    Raises ConfigError and CheckpointError from the constructor, RequestError, QueueFullError and
-    QueueTimeoutError for a request, EngineClosedError after shutdown. Ctrl-C during startup raises
-    KeyboardInterrupt.
+    The constructor raises ConfigError and CheckpointError; requests raise RequestError,
+    QueueFullError and QueueTimeoutError, and EngineClosedError after shutdown. Ctrl-C during
+    startup raises KeyboardInterrupt.
     """
 
     def __init__(
@@ -102,7 +102,6 @@ class Engine:
         self.startup_seconds = time.monotonic() - started
 
     def _start(self, progress: Progress | None) -> Weights:
-        """Make everything but the loop; return the weights in service."""
         make_intake = self._intake_from(resolve_paths(self.args))
         runner, weights = self._start_runner(progress)
         self._runner, self._limits = runner, runner.limits
@@ -126,7 +125,7 @@ class Engine:
         return weights
 
     def _intake_from(self, paths: ModelPaths) -> Callable[..., Intake]:
-        """Read what turns text into requests; return the intake without what a runner knows."""
+        """Read what turns text into requests, and return the intake without the runner's facts."""
         self._tokenizer: Tokenizer | None = None
         if not self.args.skip_tokenizer_init:
             self._tokenizer = Tokenizer.from_directory(paths.tokenizer)
@@ -172,7 +171,7 @@ class Engine:
         return ProcessProfiler(runner) if isinstance(runner, ProcessRunner) else Profiler()
 
     def _shapes(self, runner: PlanRunner) -> ShapeChooser | None:
-        """Return the adaptive shape chooser, or None for a fixed shape. An override point."""
+        """Return the adaptive shape chooser, or None for a fixed shape. Tests may override it."""
         if not self.config.speculative_adaptive:
             return None
         return AdaptiveShapes(runner.limits, step_costs=runner.step_costs)
@@ -180,12 +179,12 @@ class Engine:
     def _build_runner(
         self, progress: Progress | None
     ) -> tuple[DeviceRunner, ResolvedConfig, ServedWeights]:
-        """Return the runner, its configuration and its weights. An override point."""
+        """Return the runner, its configuration and its weights. Tests may override it."""
         return build_runner(self.args, progress=progress)
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """Raises RequestError if the engine was started with skip_tokenizer_init."""
+        """The tokenizer. Raises RequestError if the engine runs with skip_tokenizer_init."""
         if self._tokenizer is None:
             raise RequestError(f"text was asked for; {NO_TOKENIZER} token ids only")
         return self._tokenizer
@@ -283,12 +282,12 @@ class Engine:
         tools: Sequence[Mapping[str, Any]] | None = None,
         lora_path: str | None = None,
     ) -> Any:
-        """Like generate, for messages ({"role", "content"}) through the chat template.
+        """Generate an answer to messages ({"role", "content"}) with the chat template.
 
-        Without max_new_tokens an answer may fill the context.
-        continue_final_message: the answer continues the assistant's last message.
-        tools: shown to the model through the template; its calls are part of the answer's text.
-        lora_path: the name of a loaded LoRA adapter.
+        Without max_new_tokens, an answer may fill the context. continue_final_message: the answer
+        continues the assistant's last message. tools: described by the template; calls are part of
+        the answer's text. lora_path: the name of a loaded LoRA adapter. The result is that of
+        `generate`.
         """
         ids, sampling = self.chat_prompt(
             messages,
@@ -335,7 +334,6 @@ class Engine:
 
     @property
     def lora_adapters(self) -> Mapping[str, Adapter]:
-        """The loaded LoRA adapters by name."""
         return self._weights.adapters.by_name
 
     @property
@@ -355,13 +353,13 @@ class Engine:
         return ExpertRecord(self._runner.expert_counts, **how)
 
     async def async_start_expert_distribution_record(self) -> None:
-        """Count the tokens of each expert from now on. Raises RequestError without counts."""
+        """Start counting the tokens of each expert. Raises RequestError without counts."""
         await to_its_end(self._expert_record.start)
 
     start_expert_distribution_record = mirrored(async_start_expert_distribution_record)
 
     async def async_stop_expert_distribution_record(self) -> None:
-        """Leave out what runs from now on, until the next start."""
+        """Stop counting the tokens of experts until the next start."""
         await to_its_end(self._expert_record.stop)
 
     stop_expert_distribution_record = mirrored(async_stop_expert_distribution_record)
@@ -369,15 +367,15 @@ class Engine:
     async def async_dump_expert_distribution_record(self) -> dict[str, Any]:
         """Return {"logical_count": tokens of each expert, by layer} (zeros without experts).
 
-        Saved as a file, it is what `init_expert_location` reads. A token counts once for each
-        expert that it is given, also if it is a draft that is not accepted; padding does not count.
+        As a file, the result can be given as `init_expert_location`. A token counts once for each
+        of its experts, also as a draft that is not accepted; padding does not count.
         """
         return await to_its_end(self._expert_record.dump)
 
     dump_expert_distribution_record = mirrored(async_dump_expert_distribution_record)
 
     async def expert_balancedness(self) -> Mapping[int, float]:
-        """Return `ExpertRecord.balancedness`; {} for an engine that does not count."""
+        """Return `ExpertRecord.balancedness`, or {} for an engine that does not count."""
         counts = self._limits.programs.counted_experts
         return {} if counts is None else await to_its_end(self._expert_record.balancedness)
 
@@ -388,7 +386,7 @@ class Engine:
         return self._loop.stats
 
     async def async_flush_cache(self) -> bool:
-        """Empty the prefix cache; return False, without effect, while there are requests."""
+        """Empty the prefix cache. While there are requests, do nothing and return False."""
         return await self._loop_thread.ask(self._loop.flush_cache)
 
     flush_cache = mirrored(async_flush_cache)
@@ -396,7 +394,7 @@ class Engine:
     async def pause_generation(self, *, abort: bool = False) -> int:
         """Plan no step until `continue_generation`; requests wait.
 
-        abort: end the present requests, and return how many.
+        With `abort`, end the present requests and return their number.
         """
         self._loop.pause()
         return await self.abort_all() if abort else 0
@@ -409,7 +407,7 @@ class Engine:
         return self._loop.is_paused
 
     def describe_programs(self) -> tuple[str, ...]:
-        """Return lines on which programs are compiled, and when the others will be."""
+        """Return lines on the compiled programs and on when the others will be compiled."""
         ready, building = self._runner.ready_programs, self._preparation.building
         return describe_ready(self._limits, ready, building=building)
 
@@ -436,7 +434,7 @@ class Engine:
             self._loop_thread.stop_soon()
 
     def shutdown(self) -> None:
-        """Like close, for synchronous callers; the engine's thread has ended when it returns."""
+        """Close the engine from synchronous code; its thread has ended when this returns."""
         self._loop_thread.start_thread()  # an engine that was never used is closed as well
         if self._loop_thread.is_running:
             with suppress(EngineClosedError):  # closed concurrently

@@ -41,7 +41,7 @@ async def run_all(
 
 
 async def to_its_end(run: Callable[..., Result], *arguments: Any) -> Result:
-    """Run a function in a thread; if cancelled, wait for its end, so that locks stay locked."""
+    """Run a function in a thread. If cancelled, wait for its end, so that locks stay locked."""
     running = asyncio.ensure_future(asyncio.to_thread(run, *arguments))
     try:
         return await asyncio.shield(running)

@@ -1,4 +1,4 @@
-"""Answers for one or many prompts, whole or streamed, and scores."""
+"""Answers to one or many prompts, whole or streamed, and scores."""
 
 from __future__ import annotations
 
@@ -72,14 +72,15 @@ class Generation:
     ) -> Any:
         """Return one result for one prompt, a list for a list (or n > 1), an iterator if `stream`.
 
-        A list of results is flat: each prompt has n consecutive entries. A streamed result is
+        A list of results is flat: each prompt has n consecutive entries. Streamed results are
         cumulative, like SGLang's: each dict has all text so far and, for a list (or n > 1), its
-        `index`. progress: write a progress line to standard error. A list waits for space in the
-        queue, where one prompt raises QueueFullError. An invalid list is refused as a whole; with
-        return_exceptions, errors (RequestError, QueueTimeoutError) replace results instead: all n
-        of a refused prompt. Neither of the two works with stream. logprobs: return_logprob and
-        related options, for all prompts; see `LogprobOptions`. lora_path (SGLang's name) or
-        lora_name: the name of a loaded LoRA adapter, or one or None for each prompt.
+        `index`. A list waits for space in the queue; a single prompt raises QueueFullError.
+
+        An invalid list is refused as a whole. With return_exceptions, RequestErrors and
+        QueueTimeoutErrors replace results instead, all n of a refused prompt. progress writes a
+        progress line to standard error. Neither works with stream. logprobs: see `LogprobOptions`;
+        they apply to all prompts. lora_path (SGLang's name) or lora_name: the name of a loaded LoRA
+        adapter, or a name or None for each prompt.
         """
         if stream:
             _check_whole(return_exceptions=return_exceptions, progress=progress)
@@ -109,9 +110,9 @@ class Generation:
         apply_softmax: bool = False,
         item_first: bool = False,
     ) -> list[list[float]]:
-        """Return, per item, how likely each label is as the token after query and item.
+        """Return, per item, the probability of each label as the token after query and item.
 
-        Probabilities over the vocabulary or, with apply_softmax, over the labels, like SGLang's
+        Probabilities are over the vocabulary or, with apply_softmax, over the labels, like SGLang's
         /v1/score. item_first: put the item before the query. Raises RequestError.
         """
         call = ScoreCall.of(
@@ -138,10 +139,7 @@ class Generation:
         return await asyncio.to_thread(make) if is_long else make()
 
     async def _checked(self, prompts: Sequence[Prompt]) -> list[Prompt]:
-        """Return the prompts tokenized, after a check of all. Raises RequestError.
-
-        Ids are kept in 4 bytes each, about the size of their text, until the request is made.
-        """
+        """Check all prompts and return them tokenized, in 4 bytes per id. Raises RequestError."""
         checked: list[Prompt] = []
         known: dict[int, SamplingParams] = {}  # by identity: prompts often share their parameters
         for index, given in enumerate(prompts):
@@ -246,10 +244,8 @@ class Generation:
     async def _stream_all(
         self, prompts: Sequence[Prompt], text: TokenText | None
     ) -> AsyncGenerator[dict[str, Any]]:
-        """Yield the events of all requests as they come, with their `index`.
-
-        A sequence has at most one unread event, so a slow reader gets fewer, longer ones.
-        """
+        """Yield the events of all requests as they come, with their `index`."""
+        # A sequence has at most one unread event, so a slow reader gets fewer, longer ones.
         events: asyncio.Queue[tuple[dict[str, Any], asyncio.Event] | None] = asyncio.Queue()
 
         async def pump(item: tuple[int, int, Request | RequestError]) -> None:

@@ -1,12 +1,11 @@
 """Weight updates of a serving engine.
 
-    read      files or arrays are read and checked in a thread; steps go on with the old weights
-    wait      (if requested) running requests finish; newer ones wait
-    switch    between two steps; running requests return to the queue, or end
+    read      read and check files or arrays in a thread, while steps use the old weights
+    wait      if requested, let running requests finish; newer ones wait
+    switch    between two steps; running requests return to the queue or end
 
-A LoRA adapter is read, and written into a free slot, while steps go on: no request has it yet.
-
-It knows no device and no file: `messages.protocols.Weights` reads and switches.
+A LoRA adapter is read and written into a free slot while steps run, since no request uses it yet.
+`messages.protocols.Weights` reads and switches; this module knows no device and no file.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ class UpdateOptions(TypedDict, total=False):
 
 
 class LiveWeights:
-    """The weight operations of `jspec.Engine`, with SGLang's names and answers, one at a time.
+    """The weight operations of `jspec.Engine`, one at a time, with SGLang's names and answers.
 
     A failed update changes nothing, and its error names everything that is wrong.
     """
@@ -83,11 +82,11 @@ class LiveWeights:
     ) -> dict[str, Any]:
         """Load all weights from a directory of the served architecture.
 
-        Options are those of `async_update_weights_from_tensor`.
-        model_path: the target's; also the draft's if that was read from the target's directory.
-        selector: target, draft (model_path is then the draft's) or all (needs the draft's path, if
-            it has a separate one).
-        load_format: auto, or SGLang's safetensors, which is the same.
+        model_path: the target's, and the draft's if that was read from the target's directory
+        load_format: auto or safetensors, which are the same
+        selector: target, draft (model_path is then the draft's) or all (which needs
+            speculative_draft_model_path if the draft has its own directory)
+        options: see `async_update_weights_from_tensor`
 
         Raises CheckpointError, ConfigError or RequestError, without any change.
         """
@@ -136,16 +135,17 @@ class LiveWeights:
         """Replace some weights by arrays of numpy or jax (or torch, through DLPack).
 
         Names and shapes are those of checkpoints.
-        selector: target, draft, or all: a name is then the target's if it has that name, else the
-            draft's. Options:
-        weight_version: new name of the weights; None: unchanged.
-        abort_all_requests: end all requests; otherwise they are retracted and go on after the
-            update, with prompt and output prefilled again. Log-probabilities and hidden states of
-            a prompt whose first token was not yet emitted are then those of the new weights.
-        wait_for_requests: let requests finish first, while newer ones wait.
-        keep_pause: generate nothing until continue_generation().
-        flush_cache: accepted for compatibility with SGLang; KV of former weights is never used.
-        Returns {"success": True, "message", "num_paused_requests": those that go on}.
+
+        selector: target, draft, or all: the target's weight if it has that name, else the draft's
+        weight_version: new name of the weights; None: unchanged
+        abort_all_requests: end all requests. Otherwise they are retracted and continue after the
+            update, when prompt and output are prefilled again. If a request has no token yet, the
+            log-probabilities and hidden states of its prompt come from the new weights
+        wait_for_requests: let requests finish first, while newer ones wait
+        keep_pause: generate nothing until continue_generation()
+        flush_cache: accepted for compatibility with SGLang; KV of earlier weights is never used
+
+        Returns {"success": True, "message", "num_paused_requests": number that continue}.
         """
         pairs = named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors
         arrays: dict[str, Any] = {}
@@ -242,7 +242,7 @@ class LiveWeights:
     async def async_load_lora_adapter(
         self, lora_name: str, lora_path: str | os.PathLike[str], pinned: bool = False
     ) -> dict[str, Any]:
-        """Load a LoRA adapter, in peft's layout, under a new name; requests go on meanwhile.
+        """Load a LoRA adapter in peft's layout under a new name, while requests run.
 
         pinned: accepted for compatibility with SGLang; adapters stay until they are unloaded.
         Returns {"success": True, "loaded_adapters": the path of each by name}. Raises
@@ -262,10 +262,10 @@ class LiveWeights:
         return await self._loop_thread.call(run())
 
     async def async_unload_lora_adapter(self, lora_name: str) -> dict[str, Any]:
-        """Refuse new requests for an adapter, and wait until those that have it have ended.
+        """Refuse new requests for an adapter, and wait until its present requests have ended.
 
-        Returns what `async_load_lora_adapter` returns. Raises RequestError for an unknown name, or
-        if generation is paused and requests with the adapter are there, which would never end.
+        Returns the same as `async_load_lora_adapter`. Raises RequestError for an unknown name, or
+        if generation is paused and requests use the adapter, since they would never end.
         """
 
         async def run() -> dict[str, Any]:
@@ -299,8 +299,8 @@ class LiveWeights:
     ) -> list[Any]:
         """Return the first `truncate_size` rows of a checkpoint tensor as nested lists.
 
-        selector: target, draft, or None: the target's if it has that name, else the draft's.
-        Raises RequestError for an unknown name.
+        selector: target, draft, or None: the target's if it has that name, else the draft's. Raises
+        RequestError for an unknown name.
         """
         if type(truncate_size) is not int or truncate_size < 0:
             raise RequestError(
@@ -311,7 +311,7 @@ class LiveWeights:
         return rows
 
     async def weight(self, name: str, *, selector: str | None = None) -> Any:
-        """Return a whole tensor, as a numpy array in the served dtype. Raises RequestError."""
+        """Return a whole tensor as a numpy array in the served dtype. Raises RequestError."""
         model = _models(selector)
 
         async def run() -> Any:
@@ -344,7 +344,6 @@ def _models(selector: str | None) -> Model | None:
 
 
 def _directory(name: str, value: Any) -> str:
-    """Return a path as text. Raises RequestError. It need not exist."""
     text = os.fspath(value) if isinstance(value, os.PathLike) else value
     if not isinstance(text, str) or not text:
         raise RequestError(f"{name} is {shown_json(value)}; expected a directory with a checkpoint")

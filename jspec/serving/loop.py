@@ -1,7 +1,7 @@
-"""The engine's loop: runs plan → dispatch → collect → commit and passes chunks to readers.
+"""The engine's loop: plan → dispatch → collect → commit, and delivery of chunks to readers.
 
-Every call to the runner happens on one engine thread; everything else, the scheduler included, on
-an event loop, which never blocks. The loop makes no scheduling decisions and sees no token.
+Every call to the runner happens on the engine thread. Everything else, including the scheduler,
+runs on an event loop, which never blocks. The loop makes no scheduling decisions and sees no token.
 
     overlap depth 1        engine thread                        event loop
     turn n                 dispatch t+1, then collect t         publish t-1
@@ -57,11 +57,6 @@ class EngineLoop:
     """Runs `scheduler` against `runner`.
 
     Call it from one event loop; its task starts on demand. Only streams may be used elsewhere.
-
-    trace: a list to which every call of the runner is appended.
-    queue_time_limit: seconds that a call may wait before its first request runs; None: no limit.
-    restarts: how often a failed runner is restarted. Streams stay open and go on afterwards.
-    ask: calls a function on this event loop, from that of a reader.
     """
 
     def __init__(
@@ -69,10 +64,10 @@ class EngineLoop:
         scheduler: Scheduler,
         runner: Runner,
         *,
-        trace: list[TraceEvent] | None = None,
-        queue_time_limit: float | None = None,
-        restarts: RestartLimits | None = None,
-        ask: Ask = call_here,
+        trace: list[TraceEvent] | None = None,  # every runner call is appended
+        queue_time_limit: float | None = None,  # seconds until the first request of a call runs
+        restarts: RestartLimits | None = None,  # of a failed runner; streams stay open
+        ask: Ask = call_here,  # calls a function on this event loop from a reader's loop
     ) -> None:
         if scheduler.limits != runner.limits:
             raise ConfigError(
@@ -112,7 +107,6 @@ class EngineLoop:
 
     @property
     def is_closed(self) -> bool:
-        """True if requests are refused: after close(), or after a final failure."""
         return self._is_closing
 
     @property
@@ -127,12 +121,11 @@ class EngineLoop:
     def submit(
         self, requests: Sequence[Request], *, max_unread: int | None = None
     ) -> list[ChunkStream]:
-        """Queue the requests of one call, all or none, and return their chunks.
+        """Queue the requests of one call, all or none, and return their chunk streams.
 
-        The queue time limit applies to them together: once one of them has run, the others may wait
-        without limit; otherwise all expire.
-        max_unread: unread chunks after which a request is aborted; None: no limit.
-        Raises RequestError, QueueFullError or EngineClosedError at once, not at the first chunk.
+        The queue time limit applies to the call: once one request has run, the others may wait
+        without limit; otherwise all expire. max_unread: unread chunks after which a request is
+        aborted. Raises RequestError, QueueFullError or EngineClosedError immediately.
         """
         if self._is_closing:
             raise self._closed_error(f"request {requests[0].request_id!r} came after it was closed")
@@ -190,25 +183,24 @@ class EngineLoop:
     def set_weight_version(self, version: str, *, renames: bool = False) -> None:
         """Set the version of new weights or (`renames`) rename them. Call it in a visit.
 
-        With new weights rows return to the queue, and prompt and output are prefilled again.
+        With new weights, rows return to the queue, and prompt and output are prefilled again.
         """
         if not renames:
-            self._scheduler.fail()  # which loses nothing here: no step is in flight
+            self._scheduler.fail()  # it loses nothing, since no step is in flight
         self._scheduler.set_weight_version(version, renames=renames)
         self._weight_version = version
 
     def abort(self, request_id: str, *, why: str = ABORTED) -> bool:
-        """End a request; its stream gets a last chunk with ABORT. False if unknown."""
+        """End a request; its stream gets a last chunk with ABORT. Return False if unknown."""
         return self._readers.abort(request_id, why=why)
 
     def _expire(self, limit: float, queues: dict[str, Mailbox]) -> None:
-        """End the requests of a call if all are still queued; later ones with a reused id stay."""
+        """End the requests of a call if all are still queued. A later request may reuse an id."""
         is_whole = all(self._readers.has(name, queue) for name, queue in queues.items())
         if is_whole and self._scheduler.expire(tuple(queues)):
             self._readers.close({name: QueueTimeoutError(name, limit) for name in queues})
 
     def uses(self, lora: Adapter) -> bool:
-        """Return whether an unfinished request has this adapter."""
         return self._scheduler.uses(lora)
 
     def flush_cache(self) -> bool:
@@ -221,7 +213,7 @@ class EngineLoop:
     def abandon_soon(
         self, event_loop: asyncio.AbstractEventLoop, request_id: str, queue: Mailbox
     ) -> None:
-        """Like `abandon`, from a finaliser, which may run on any thread at any time."""
+        """Like `abandon`, but from a finalizer, which may run on any thread at any time."""
         if not event_loop.is_closed():
             event_loop.call_soon_threadsafe(self._abandon, request_id, queue)
 
@@ -230,10 +222,7 @@ class EngineLoop:
             self.abort(request_id)
 
     async def close(self) -> None:
-        """End every stream with EngineClosedError, wait for the steps in flight, and stop.
-
-        The runner has released the device when it returns.
-        """
+        """End every stream with EngineClosedError, and return once the device is released."""
         self._is_closing = True
         self._runner.give_up()
         self._wake.set()
@@ -317,7 +306,6 @@ class EngineLoop:
         self._loss = None  # it concerned the former runner
 
     async def _turn(self, plan: StepPlan | None) -> None:
-        """Dispatch `plan`; collect if enough steps are in flight; publish the last chunks."""
         new = None if plan is None else StepInFlight(plan)
         if new is not None:
             self._in_flight.append(new)

@@ -1,4 +1,4 @@
-"""The event loop of an engine, in its own thread, usable from any loop and thread."""
+"""An engine's event loop in its own thread, usable from any loop and thread."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ WOULD_BLOCK = (
 class LoopThread:
     """An event loop in a background thread, on which all of an engine's tasks run.
 
-    A caller's loop would end with its asyncio.run, and the engine with it. Starts with the first
-    call. Submitting work and requesting the stop hold one lock: work submitted before the stop is
-    finished, later work is refused.
+    On a caller's loop, the engine would end with the caller's asyncio.run. The thread starts with
+    the first call. Submitting work and requesting the stop hold one lock: work submitted before the
+    stop is finished, later work is refused.
     """
 
     def __init__(
         self, *, new_loop: Callable[[], asyncio.AbstractEventLoop] = asyncio.new_event_loop
     ) -> None:
         self._new_loop = new_loop
-        # Concurrent first callers must get one loop. Reentrant, and never waited for on the loop's
-        # thread: a finaliser may submit work on a thread that has already acquired the lock.
+        # Concurrent first callers must get one loop. It is reentrant, because a finalizer may
+        # submit work on a thread that has acquired it; the loop's thread never waits for it.
         self._lock = threading.RLock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
@@ -87,7 +87,7 @@ class LoopThread:
         return await self.call(run())
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run `work` on this loop and wait; an interrupt of this wait cancels the work.
+        """Run `work` on this loop and wait; interrupting the wait cancels the work.
 
         Raises EngineClosedError if the loop is not running, RequestError on its own thread.
         """
@@ -105,7 +105,7 @@ class LoopThread:
             raise
 
     def iterate(self, stream: AsyncGenerator[T]) -> Iterator[T]:
-        """Iterate over a generator that runs on this loop; close it at the end."""
+        """Iterate over a generator that runs on this loop, and close it at the end."""
         try:
             while True:
                 item = self.run(next_or_none(stream))
@@ -127,7 +127,7 @@ class LoopThread:
         self._thread.join()
 
     def stop_soon(self) -> None:
-        """Like `stop`, without waiting; from any thread, including its own."""
+        """Request the stop without waiting. Any thread may call it, even the loop's own."""
         if self._loop is None:
             return
         with self._lock:
@@ -177,7 +177,6 @@ def _cancel_task_of(work: Coroutine[Any, Any, Any]) -> None:
 
 
 async def _drain_and_stop() -> None:
-    """Wait for all other tasks of this loop, cancel late ones, and stop the loop."""
     others = asyncio.all_tasks() - {asyncio.current_task()}
     if others:
         _, late = await asyncio.wait(others, timeout=PATIENCE)

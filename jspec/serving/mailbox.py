@@ -1,6 +1,6 @@
 """Transport of chunks from the engine's loop to readers on any event loop.
 
-After a step each event loop with a waiting reader is woken once, since waking costs a system call.
+After a step, each event loop with waiting readers is woken once, since waking costs a system call.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ Waiting = tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]
 
 
 class Mailbox:
-    """The pieces of one request for its single reader, who makes chunks of them.
+    """The pieces of one request for its single reader, who turns them into chunks.
 
-    There is no lock: it would block the engine's loop while a reader has it and waits for the GIL.
-    The reader announces that it waits and then checks again; the writer puts and then checks for a
-    waiting reader. So one of the two always notices. Only the reader writes `_waiting`.
+    It has no lock, which could block the engine's loop while a reader waits for the GIL. The reader
+    announces that it waits and then checks again; the writer puts and then checks for a waiting
+    reader, so at least one notices the other. Only the reader writes `_waiting`.
     """
 
     def __init__(self, max_unread: int | None = None) -> None:
@@ -32,7 +32,7 @@ class Mailbox:
         self._waiting: Waiting | None = None
 
     def put(self, item: Piece | Failure) -> Waiting | None:
-        """Add an item, on the engine's loop; never blocks. Returns the reader to `wake`."""
+        """Add an item, on the engine's loop, and return the reader to `wake`. Never blocks."""
         self._items.append(item)
         waiting = self._waiting
         return None if waiting is None or waiting[1].done() else waiting
@@ -64,7 +64,7 @@ class Mailbox:
 
 
 def wake(readers: Iterable[Waiting | None]) -> None:
-    """Wake readers, with one call per event loop; on the caller's own, directly."""
+    """Wake readers with one call per event loop, and directly on the caller's own."""
     by_loop: dict[asyncio.AbstractEventLoop, list[asyncio.Future[None]]] = {}
     for waiting in readers:
         if waiting is not None:

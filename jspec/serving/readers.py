@@ -17,8 +17,6 @@ SLOW_READER = "aborted: its reader left too much unread"
 
 
 class Readers:
-    """Mailboxes by request id; owned by the engine's loop."""
-
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
         self._mailboxes: dict[str, Mailbox] = {}
@@ -36,7 +34,6 @@ class Readers:
         return self._mailboxes[name]
 
     def has(self, name: str, mailbox: Mailbox) -> bool:
-        """Return whether the id still belongs to that request, not to a later one."""
         return self._mailboxes.get(name) is mailbox
 
     def close(self, last: dict[str, Piece | Failure]) -> None:
@@ -72,7 +69,7 @@ class Readers:
         return True
 
     def fail(self, name: str, why: str, detail: str = "") -> None:
-        """End a request with a RequestFailedError. detail: for the log and the Python API alone."""
+        """End a request with a RequestFailedError. detail: for the log and the Python API only."""
         self._scheduler.end(name)
         self.close({name: RequestFailedError(why, detail)})
 
@@ -84,7 +81,7 @@ class Readers:
         self.close({name: error(name) for name in self._mailboxes})
 
     def contain(self, error: Exception) -> None:
-        """Recover from a broken invariant (`Scheduler.contain`): suspects end, the others go on."""
+        """Recover from a broken invariant (`Scheduler.contain`): suspects end, others continue."""
         pieces, failed = self._scheduler.contain(error, most=MOST_LOSSES)
         LOGGER.error("internal error; requests that end: %s", failed or "none", exc_info=error)
         clear_frames(error)
@@ -94,7 +91,6 @@ class Readers:
             self.fail(name, f"request {name!r} was ended by an internal error: {error}")
 
     def _end(self, name: str, *, why: str, is_slow: bool = False) -> Piece | None:
-        """Call Scheduler.end; if that breaks an invariant, recover and try again."""
         try:
             return self._scheduler.end(name, why=why, is_slow=is_slow)
         except Exception as error:

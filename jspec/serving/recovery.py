@@ -1,7 +1,6 @@
-"""Restarts of a failed runner: how often and after which pauses. It knows no request.
+"""Restarts of a failed runner: number and pauses. It knows no request.
 
-A runner that works again for a while regains all its attempts; one that keeps failing ends the
-engine.
+A runner that works for a while regains all its attempts; one that keeps failing ends the engine.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ POLL_SECONDS = 0.02
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestartLimits:
-    """Limits on consecutive restarts; the first is immediate, pauses then double."""
+    """Limits on consecutive restarts. The first is immediate, then pauses double."""
 
     most: int = 5  # restarts in a row
     first_pause: float = 1.0  # seconds before the second restart
     most_pause: float = 30.0
-    well_seconds: float = 60.0  # without a failure: the count starts over
+    well_seconds: float = 60.0  # without a failure, after which the count restarts
 
     def pause(self, attempt: int) -> float:
         """Return the seconds before restart `attempt` in a row, from 1 on: 0, 1, 2, 4, ..."""
@@ -54,7 +53,7 @@ class Recovery:
     ) -> None:
         """Return once the runner works again or the engine is closing.
 
-        Raises RunnerError after the most attempts, EngineClosedError if it cannot be restarted.
+        Raises RunnerError after the last attempt, EngineClosedError if it cannot be restarted.
         """
         self.is_running = True
         try:

@@ -1,4 +1,4 @@
-"""A trace of where the time to first token goes: when a request passed each stage. No clock."""
+"""A trace of the time to first token: when a request passed each stage."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Border(enum.Enum):
     PARSED = "parsed"
     TOKENIZED = "tokenized"
     SUBMITTED = "submitted"
-    PLANNED = "planned"  # the step that admits it
+    PLANNED = "planned"  # its admission is planned
     DISPATCHED = "dispatched"  # start of the call that enqueues its last prefill chunk
     ENQUEUED = "enqueued"  # end of that call
     COLLECTED = "collected"  # its first token is on the host
@@ -29,7 +29,8 @@ class RequestTrace:
     """Writes a line of JSON for each request whose first event was sent.
 
     {"request_id": ..., "received": seconds of time.monotonic(), ...}
-    Only the first mark of a stage counts. Marks come from several threads, each stage from one.
+
+    Only the first mark of a stage counts. Several threads write marks, each stage in one of them.
     """
 
     def __init__(self, write: Callable[[str], object]) -> None:
@@ -63,8 +64,8 @@ class FirstTokens:
 
     def __init__(self, trace: RequestTrace) -> None:
         self._trace = trace
-        self._names: dict[int, str] = {}  # by slot: the request admitted there last
-        self._by_step: dict[int, list[str]] = {}  # requests whose last prefill chunk it has
+        self._names: dict[int, str] = {}  # last admitted request, by slot
+        self._by_step: dict[int, list[str]] = {}  # requests with their last prefill chunk, by step
 
     def submitted(self, request_id: str, now: float) -> None:
         self._trace.mark((request_id,), Border.SUBMITTED, now)

@@ -42,7 +42,6 @@ class RunnerCalls:
             raise RunnerError(f"the runner failed: {type(error).__name__}: {error}") from error
 
     def lose_steps(self) -> None:
-        """Forget the steps in flight, lost with the runner. Call it while the thread is idle."""
         if self.first_tokens is not None:
             self.first_tokens.lose_steps()
 

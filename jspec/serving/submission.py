@@ -1,8 +1,8 @@
-"""How requests get into the queue, and how they are aborted, also on the way there.
+"""The way of requests into the queue, and aborts before they reach it.
 
-prepare   grammars are compiled, and programs that the start left out are built, in a thread
+prepare   compile grammars, and programs that the start left out, in a thread
 hold      while a weight update waits for running requests to finish
-wait      for space in the queue, if the caller asks for it
+wait      for space in the queue, if the caller wants it
 queue     all requests of a call, or none
 """
 
@@ -31,7 +31,7 @@ POLL_SECONDS = 0.02  # between looks at a full queue
 
 
 class Preparation:
-    """Compiles grammars, and builds the programs that the start left out, in a thread."""
+    """Compiles grammars, and programs that the start left out, in a thread."""
 
     def __init__(self, grammars: Grammars, runner: PlanRunner) -> None:
         self._grammars, self._runner = grammars, runner
@@ -40,7 +40,6 @@ class Preparation:
 
     @property
     def building(self) -> StepOptions:
-        """Options whose missing programs are being compiled."""
         with self._asking:
             return PLAIN.union(self._waiting)
 
@@ -49,7 +48,7 @@ class Preparation:
             await asyncio.to_thread(self._grammars.compile, sampling.grammar)
 
     async def run(self, requests: Sequence[Request]) -> Sequence[Request]:
-        """Return the requests with their grammars, once their programs exist; or RequestError."""
+        """Return the requests with grammars, once their programs exist. Raises RequestError."""
         if all(r.grammar is not None or not _asks_more(r.sampling) for r in requests):
             return requests
         return await asyncio.to_thread(self._prepared, tuple(requests))
@@ -63,7 +62,7 @@ class Preparation:
             if request.reasoning is not None and (grammar is not None or budget is not None):
                 grammar = self._grammars.after_reasoning(grammar, request.reasoning, budget=budget)
             made.append(replace(request, grammar=grammar))
-        # Two concurrent new kinds need programs for both together: the later call builds them.
+        # Concurrent calls with new options need programs for their union; the later builds them.
         asked = PLAIN.union(request.sampling.options for request in requests)
         with self._asking:
             new = asked.members - self._asked.members
@@ -92,17 +91,17 @@ class Submission:
     ) -> None:
         self._loop_thread, self._loop = loop_thread, loop
         self._preparation, self._weights = preparation, weights
-        self._unqueued: dict[str, str | None] = {}  # being prepared: why it was aborted, if it was
-        self._turn = asyncio.Lock()  # of the requests that wait for space
+        self._unqueued: dict[str, str | None] = {}  # why a request in preparation was aborted
+        self._turn = asyncio.Lock()  # of requests that wait for space
 
     async def submit(
         self, requests: Sequence[Request], *, max_unread: int | None = None, wait: bool = False
     ) -> tuple[ChunkStream, ...]:
         """Queue all requests or none; return their chunk streams, which the caller must close.
 
-        max_unread: unread chunks of a request after which it is aborted; None: no limit.
-        wait: wait, in order, for space in the queue. The queue's time limit does not count it.
-        Raises RequestError, QueueFullError or EngineClosedError before anything is queued.
+        max_unread: unread chunks after which a request is aborted. wait: wait, in order, for space
+        in the queue, which does not count for the queue's time limit. Raises RequestError,
+        QueueFullError or EngineClosedError before anything is queued.
         """
         return tuple(await self._loop_thread.call(self._queue(requests, max_unread, wait=wait)))
 
@@ -132,7 +131,7 @@ class Submission:
         return streams
 
     async def abort(self, request_id: str) -> bool:
-        """End a request, once queued; its stream gets a last chunk. False if it is unknown."""
+        """End a request, once queued; its stream gets a last chunk. Return False if unknown."""
         return await self._loop_thread.ask(lambda: self._abort((request_id,), ABORTED)) > 0
 
     async def abort_all(self, *, why: str = ABORTED) -> int:

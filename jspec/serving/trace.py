@@ -23,7 +23,7 @@ class TraceEvent:
 
 
 class BusyClock:
-    """Accumulated running time, including the current run. Readable from any thread."""
+    """Total running time, including the current run. Any thread may read it."""
 
     def __init__(self) -> None:
         self._state: tuple[float, float | None] = (0.0, None)  # before this run, its start

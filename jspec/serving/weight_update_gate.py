@@ -14,7 +14,7 @@ Visit = Callable[[OnEngineThread], Awaitable[None]]
 
 
 class WeightUpdateGate:
-    """A queue of visits, run in order between steps. Belongs to one event loop."""
+    """A queue of visits that run in order between steps, on one event loop."""
 
     def __init__(self) -> None:
         self._waiting: deque[tuple[Visit, asyncio.Future[None]]] = deque()

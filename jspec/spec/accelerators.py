@@ -22,29 +22,27 @@ class Accelerator:
     name: str
     platform: str  # "gpu" or "tpu"
     memory: int  # bytes
-    jax_share: float = 1.0  # of the memory, which a server may use
+    jax_share: float = 1.0  # share of the memory that a server may use
     read_bytes: float  # of the device's memory
     flops: float  # of products in bfloat16
     link_bytes: float  # between devices of a host, or of a slice
     between_hosts: float  # between devices of two hosts
-    sum_seconds: float  # of an all-reduce, without its bytes
+    sum_seconds: float  # delay of an all-reduce, without its bytes
     few_sum_seconds: float = 0.0  # the same through peers' memory, over at most `few` devices
     few: int = 0
     devices_per_chip: int = 1
     host_chips: int  # most chips of one host
-    slice_chips: int  # chips of each host where there are several
-    lanes: int = 1  # a cache's records are as wide as a multiple of this
+    slice_chips: int  # chips of each of several hosts
+    lanes: int = 1  # a cache's records are padded to a multiple of this width
 
 
 def _gpu(
     name: str, *, gib: float, read: float, flops: float, link: float, few: int = 0
 ) -> Accelerator:
-    """Return a card of a host of eight.
-
-    0.95 is a server's share of its memory. Two H200s take 30 us for each sum of a step by XLA's
-    all-reduce (h200_table_tp2.json). Through each other's memory four take 4 us for a row and its
-    norm, and smaller products lose 6 us a sum (tensor_parallel_h200.json).
-    """
+    """Return a card of a host of eight, of whose memory a server may use 0.95."""
+    # Two H200s take 30 us for each sum of a step with XLA's all-reduce (h200_table_tp2.json).
+    # Through each other's memory four take 4 us for a row and its norm, and smaller products lose 6
+    # us a sum (tensor_parallel_h200.json).
     return Accelerator(
         name=name,
         platform="gpu",
@@ -65,7 +63,7 @@ def _gpu(
 def _tpu(
     name: str, *, memory: int, read: float, flops: float, link: float, host: int, cores: int = 1
 ) -> Accelerator:
-    """Return a TPU device; memory is the compiler's figure of what a program may use."""
+    """Return a TPU device; memory is what its compiler lets a program use."""
     return Accelerator(
         name=name,
         platform="tpu",
@@ -122,7 +120,7 @@ def accelerator_of(device_kind: str) -> Accelerator | None:
 
 @dataclass(frozen=True, slots=True)
 class DeviceGroup:
-    """Equal chips, all of one user."""
+    """Chips of one kind, all for one user."""
 
     accelerator: Accelerator
     num_chips: int
@@ -133,14 +131,14 @@ class DeviceGroup:
 
     @property
     def host_devices(self) -> int:
-        """Return the devices of one of its hosts."""
+        """The devices of one of its hosts."""
         own = self.accelerator
         is_one = self.num_chips <= own.host_chips
         return (own.host_chips if is_one else own.slice_chips) * own.devices_per_chip
 
     @property
     def usable_bytes(self) -> float:
-        """Return what a server may use of each device."""
+        """The memory of each device that a server may use."""
         return self.accelerator.memory * self.accelerator.jax_share
 
     def __str__(self) -> str:
@@ -148,7 +146,7 @@ class DeviceGroup:
 
 
 def read_devices(name: str, text: str) -> DeviceGroup:
-    """Read such as "8xH200" or "v6e". Raises ConfigError."""
+    """Read a group such as "8xH200" or "v6e". Raises ConfigError."""
     found = re.fullmatch(r"(?:(\d+)\s*x\s*)?([a-z]\w*)", text.strip().lower())
     if found is None or found[2] not in ACCELERATORS or int(found[1] or 1) < 1:
         known = ", ".join(each.name for each in ACCELERATORS.values())

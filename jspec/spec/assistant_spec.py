@@ -10,20 +10,14 @@ from jspec.spec.model_spec import ModelSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AssistantSpec:
-    """A draft model without K and V of its own.
+    """A draft model without K and V of its own."""
 
-    layer: its layers, of which kv_of is a layer of the target; vocab_size is the target's V
-    target_size, embed_scale: E of the target, and the factor of its embeddings
-    caches: for each layer the index of a cache of the target
-    num_groups: of equally many tokens; 0: every token is scored. top_groups: those whose tokens are
-    """
-
-    layer: ModelSpec
-    target_size: int
-    caches: tuple[int, ...]
-    embed_scale: float | None = None
-    num_groups: int = 0
-    top_groups: int = 0
+    layer: ModelSpec  # its layers; kv_of is a layer of the target, vocab_size the target's V
+    target_size: int  # the target's E
+    caches: tuple[int, ...]  # the index of each layer's cache among the target's
+    embed_scale: float | None = None  # factor of the target's embeddings
+    num_groups: int = 0  # equal groups of tokens; 0: every token is scored
+    top_groups: int = 0  # groups whose tokens are scored
 
     def __post_init__(self) -> None:
         if any(layer.attention.kv_of is None for layer in self.layer.layers):

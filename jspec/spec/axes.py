@@ -18,14 +18,14 @@ Axis = Literal[
     "vocab",
     "latent",
 ]
-Axes = tuple[Axis | None, ...]  # one a dimension; None: replicated
+Axes = tuple[Axis | None, ...]  # one per dimension; None: replicated
 MeshAxis = str | tuple[str, ...]  # several: their devices in row-major order
 
 DATA, EXPERT, TENSOR = MESH = "data", "expert", "tensor"
 MODEL = (EXPERT, TENSOR)  # the devices of one copy of the model; all of them are tensor parallel
 
 MESH_AXES: Mapping[Axis, MeshAxis | None] = {
-    "rank": DATA,  # of the packed batch and of a step's output: one entry a data rank
+    "rank": DATA,  # of the packed batch and of a step's output, with one entry per data rank
     "units": DATA,  # slots and pages: those of rank 0, then of rank 1, ...; each with its dummy
     "experts": EXPERT,
     "experts_of_ranks": (DATA, EXPERT),  # of an MoE whose experts the data ranks share

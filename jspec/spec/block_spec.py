@@ -15,8 +15,7 @@ from jspec.spec.model_spec import ModelSpec
 
 
 class MarkovKind(enum.Enum):
-    """How a Markov head makes its vector m of e, the entry of the token before, and h, the row's
-    output."""
+    """The vector m of a Markov head, from the previous token's entry e and the row's output h."""
 
     VANILLA = "m = e"
     GATED = "m = sigmoid(gate([h; e])) * e"
@@ -58,29 +57,20 @@ class SelectorSpec:
 class BlockSpec:
     """A block drafter's model (DFlash, DSpark, DFlash2).
 
-    layer: its decoder layers; vocab_size is the target's V. draft_vocab_size: U.
-    aux_layer_ids: as in HeadSpec: the residual at the INPUT of these layers of the target
-    block_size: rows of its forward in training
-    from_root: the root's own row predicts the first draft; else the first mask's row does
-    causal_windows: in layers with a window, a row of the block sees no later row of it. In all
-        other layers the rows see each other both ways.
-    windows_from_root: a window counts back from the root for all rows of the block, instead of
-        from each row
-    markov, selector: of candidates by the token before; at most one of them
-    convolution: around every sub-layer
+    Each row of a block sees all rows of it, except in layers with a window if `causal_windows`.
     """
 
-    layer: ModelSpec
-    draft_vocab_size: int
-    aux_layer_ids: tuple[int, ...]
-    block_size: int
+    layer: ModelSpec  # its decoder layers; vocab_size is the target's V
+    draft_vocab_size: int  # U
+    aux_layer_ids: tuple[int, ...]  # as in HeadSpec: at the INPUT of these layers of the target
+    block_size: int  # rows of its forward in training
     mask_token_id: int
-    from_root: bool = False
-    causal_windows: bool = True
-    windows_from_root: bool = False
+    from_root: bool = False  # the root's row predicts the first draft, not the first mask's row
+    causal_windows: bool = True  # in window layers a row sees no later row of the block
+    windows_from_root: bool = False  # windows count back from the root, not from each row
     markov: MarkovSpec | None = None
-    selector: SelectorSpec | None = None
-    convolution: ConvolutionSpec | None = None
+    selector: SelectorSpec | None = None  # at most one of markov and selector
+    convolution: ConvolutionSpec | None = None  # around every sub-layer
 
     def __post_init__(self) -> None:
         if not self.aux_layer_ids or list(self.aux_layer_ids) != sorted(set(self.aux_layer_ids)):
@@ -112,5 +102,4 @@ class BlockSpec:
         return self.block_size - (not self.from_root)
 
     def num_rows(self, num_steps: int) -> int:
-        """Return the rows of a forward that drafts S levels."""
         return num_steps + (not self.from_root)

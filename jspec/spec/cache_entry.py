@@ -1,4 +1,4 @@
-"""The cache of a layer as data: the only place that knows the layout of its arrays. No jax.
+"""The cache of a layer as data, the only place that knows the layout of its arrays. No jax.
 
 An entry has the model's part of a layout and `CacheLayout` the engine's. A layer's cache on the
 device is the entry's one array, or a dict by name if it has several (`device.state.empty_caches`).
@@ -33,12 +33,10 @@ class CacheArray(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheLayout:
-    """The engine's part of a cache's layout."""
-
     page_size: int
-    dtype: str  # of entries that do not decide it themselves
+    dtype: str  # of entries without their own
     shards: int = 1  # of the mesh axis of kv heads
-    lanes: int = 1  # records are as wide as a multiple of this
+    lanes: int = 1  # records are padded to a multiple of this width
     num_nodes: int = 1  # N, the most tokens of one step
     num_path: int = 1  # M, the most tokens of an accepted path
 
@@ -47,7 +45,7 @@ class CacheLayout:
 
 
 class CacheEntry(Protocol):
-    """The cache of one layer; frozen and hashable: compiled programs are keyed by entries."""
+    """The cache of one layer. Frozen and hashable, since it keys compiled programs."""
 
     @property
     def unit(self) -> Unit: ...
@@ -121,12 +119,12 @@ class Record(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """A recurrent state of one row, and what the last step of the row leaves to fold into it.
+    """A recurrent state of one row, and the last step's data to fold into it.
 
-    Verification changes no state: `carried` is as of the tokens folded so far, "pending"
-    f32[slots, N, pending_size] has what each node of the last step leaves, and "path"
-    i32[slots, M] the accepted ones, then -1. The next step of the row folds these
-    (delta_rule/reference.py). Every shard has the part of its heads.
+    Verification changes no state: `carried` is the state after the tokens folded so far, "pending"
+    f32[slots, N, pending_size] has the data of each node of the last step, and "path" i32[slots, M]
+    the accepted nodes, then -1. The row's next step folds these (delta_rule/reference.py). Every
+    shard has the part of its heads.
     """
 
     carried: tuple[Record, ...]
@@ -151,7 +149,7 @@ class State:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """Copies of rows' recurrent states: what a `State` carries, with nothing pending."""
+    """Copies of rows' recurrent states: a `State`'s `carried`, with nothing pending."""
 
     carried: tuple[Record, ...]
 
@@ -178,7 +176,7 @@ def axes_of(entry: CacheEntry) -> Mapping[str, Axes]:
 
 
 def bytes_per_unit(entry: CacheEntry, layout: CacheLayout) -> int:
-    """Return the bytes of a page or a slot in one layer, over all shards; some hold it whole."""
+    """Return the bytes of a page or a slot in one layer, over all shards; some have it whole."""
     return sum(
         math.prod(x.shape) * itemsize(x.dtype) * (1 if _is_sharded(x.axes) else layout.shards)
         for x in entry.arrays(1, layout).values()

@@ -1,7 +1,7 @@
 """The caches of a model as data: groups of layers with the same entry and window.
 
-Pools are allocated from the groups of target and drafter alone. Host only and hashable: compiled
-programs are keyed by groups. Groups that keep the same tokens form a page space: one allocator, one
+Pools are allocated from the groups of target and drafter. Groups are host data and hashable, since
+they key compiled programs. Groups that keep the same tokens form a page space: one allocator, one
 page table, one budget. The full space is first and always exists; without groups it only counts
 tokens.
 """
@@ -51,8 +51,8 @@ def page_spaces(
 ) -> tuple[PageSpace, ...]:
     """Return the full space, then one space per window, from the narrowest on.
 
-    windows: those that get a space of their own; None: all. A group of another window is in the
-    full space, where all its tokens are kept: also correct, only larger.
+    windows: those with their own space; None: all. Groups of other windows are in the full space,
+    where all their tokens are kept, which is also correct.
 
         In:  windows 8, None, 8, 4 of groups a, b, c, d
         Out: (None: b), (4: d), (8: a, c); with windows = {8}: (None: b, d), (8: a, c)

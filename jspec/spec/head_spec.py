@@ -1,4 +1,4 @@
-"""A draft head as hashable host data: what it reads, how it joins it, its layers and vocabulary.
+"""A draft head as hashable host data: its inputs and how it joins them, layers and vocabulary.
 
 Slot i is of the pair (token i + 1, feature of position i). Parameter table, forward pass and caches
 derive from a HeadSpec.
@@ -14,7 +14,7 @@ from jspec.spec.model_spec import ModelSpec
 
 
 class Join(enum.Enum):
-    """How the first layer reads the token's embedding e and the feature h, side by side."""
+    """How the first layer reads the token's embedding e and the feature h."""
 
     PROJECTED = "a product gives [e; h] the width of h, and an ordinary layer runs over it"
     WIDE = "attention reads [e; h]; the residual is h"
@@ -30,29 +30,19 @@ class FeatureNorm(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadSpec:
-    """A draft head over pairs of a token and a feature.
-
-    aux_layer_ids: the target's residual stream is captured at the INPUT of these layers; an id
-        equal to the number of layers is the residual after the last one. Empty: the head reads
-        the target's last hidden state, after its final norm.
-    input_norm: the first layer norms what PROJECTED gives it; the layers after it always do
-    mask_token_id: the head drafts all levels in one forward (P-EAGLE). After the last pair come
-        pairs of this token and a learned feature, one for each further level
-    per_level: layer s alone drafts level s + 1, with a pair, norm, lm_head and pool of its own;
-        its slot i is of the pair (token i + s + 1, h). Else all layers run, one after the other, at
-        every level.
-    chained: h of layer s is the output of layer s - 1 at the same slot, else the target's.
-    """
+    """A draft head over pairs of a token and a feature."""
 
     layer: ModelSpec  # its decoder layers; vocab_size is the target's V
     draft_vocab_size: int  # U
     target_hidden_size: int
     join: Join
+    # The target's residual stream is captured at the INPUT of these layers; the number of layers
+    # means after the last one. Empty: the head reads the last hidden state, after the final norm.
     aux_layer_ids: tuple[int, ...] = ()
     feature_norm: FeatureNorm = FeatureNorm.NONE
     norms_pair: bool = True  # e and h are normed before they are joined
     hidden_first: bool = False  # [h; e], else [e; h]
-    input_norm: bool = False
+    input_norm: bool = False  # the first layer norms its input from PROJECTED; others always do
     norm_before_residual: bool = False  # the residual of WIDE is the normed h
     fc_bias: bool = False  # of the product, whichever of the two there is
     norm_before_head: bool = True  # lm_head reads the normed output
@@ -60,9 +50,13 @@ class HeadSpec:
     feeds_back_normed: bool = False  # the next draft forward reads the normed output
     logit_scale: float = 1.0  # factor of the logits
     zeroes_first: bool = False  # the embedding of the token at slot 0 is zero
+    # All levels are drafted in one forward (P-EAGLE): after the last pair come pairs of this token
+    # and a learned feature, one for each further level.
     mask_token_id: int | None = None
+    # Layer s alone drafts level s + 1, with its own pair, norm, lm_head and pool; its slot i is of
+    # the pair (token i + s + 1, h). Otherwise all layers run at every level.
     per_level: bool = False
-    chained: bool = False
+    chained: bool = False  # layer s takes h from layer s - 1 at the same slot, not from the target
 
     def __post_init__(self) -> None:
         if list(self.aux_layer_ids) != sorted(set(self.aux_layer_ids)):
@@ -148,7 +142,7 @@ def eagle3_spec(
 
 
 def default_aux_layer_ids(num_layers: int) -> tuple[int, int, int]:
-    """Return (2, L // 2, L - 3) as SafeAILab/EAGLE. Raises ConfigError below 7 layers."""
+    """Return (2, L // 2, L - 3) like SafeAILab/EAGLE. Raises ConfigError below 7 layers."""
     ids = (2, num_layers // 2, num_layers - 3)
     if not ids[0] < ids[1] < ids[2]:
         raise ConfigError(
@@ -163,9 +157,9 @@ def mtp_spec(
     *,
     layer: ModelSpec,
     target_num_layers: int,
-    recurrent: bool = False,
+    recurrent: bool = False,  # one layer runs at every level, on its output of the level before
     chained: bool = False,
-    reads_normed: bool = True,
+    reads_normed: bool = True,  # the target's hidden state is after its final norm
     hidden_first: bool = False,
     feeds_back_normed: bool = False,
     own_head: bool = False,
@@ -173,8 +167,6 @@ def mtp_spec(
 ) -> HeadSpec:
     """Return layers for multi-token prediction, with the target's width and vocabulary.
 
-    recurrent: one layer runs at every level, and reads its own output of the level before.
-    reads_normed: the target's hidden state after its final norm; else the residual before it.
     Raises ConfigError for layers that cannot be recurrent.
     """
     if recurrent:

@@ -1,4 +1,4 @@
-"""Hidden states in a step's output: rows of numbers as i32 bits."""
+"""Hidden states in a step's output: numbers as i32 bits."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True)
 class HiddenRows:
-    """Encoding of E numbers, each in a word as float32, or two."""
+    """Encoding of E numbers, with one float32 or two bfloat16 in a word."""
 
     width: int
     is_half: bool = False  # two bfloat16 per word, low half first

@@ -9,14 +9,14 @@ after them:
     depth           0   1   1   2
     slot            7   8   9  10        scratch_slot: L + row
     target RoPE     7   8   8   9        target_position: L + depth
-    chosen token    8   9   9  10        token_position of its children: L + depth + 1
+    chosen token    8   9   9  10        chosen_position: L + depth + 1
     draft RoPE      -   7   7   8        draft_position: L + depth - 1
 
 A draft model's own scratch has the K beams of each depth below S, not the N nodes. With S = 3:
 
-    rows of pairs (token i + 1, feature i): the root is in the last committed pair
+    slots of pairs (token i + 1, feature i): the root is in the last committed pair
     beams at depth  1 1 2  2             slot 7 8 9 10: beam_slot, slots_before 0; draft_position
-    rows of tokens: the root has its own, slot 7, RoPE 7, which the last advance wrote
+    slots of tokens: the root has its own, slot 7, RoPE 7, which the last advance wrote
     beams at depth  1 1  2  2            slot 8 9 10 11: beam_slot, slots_before 1
     draft RoPE      8 8  9  9            target_position: the draft is a language model, too
 """
@@ -45,7 +45,7 @@ def chosen_position(seq_len: Index, depth: Index) -> Index:
 def draft_position(seq_len: Index, depth: Index) -> Index:
     """Return the draft model's RoPE position of the token of a node at `depth`.
 
-    Draft slot i has the pair (token i + 1, feature i), hence one less than in the target.
+    Draft slot i has the pair (token i + 1, feature i), so it is one less than in the target.
     """
     return seq_len + depth - 1
 
@@ -53,7 +53,7 @@ def draft_position(seq_len: Index, depth: Index) -> Index:
 def beam_slot(depth: int, *, topk: int, slots_before: int) -> int:
     """Return the scratch slot of the first beam at `depth`; depths start at 1.
 
-    slots_before: scratch slots before all beams, 1 where the root has its own.
+    slots_before: scratch slots before all beams; 1 if the root has its own.
     """
     return slots_before + (depth - 1) * topk
 

@@ -1,4 +1,4 @@
-"""The room for LoRA adapters in a target's programs: their number, their rank, what they change."""
+"""The space for LoRA adapters in a target's programs: their number, rank and modules."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ ALL_MODULES = "all"  # SGLang's word for every module that can be adapted
 
 @dataclass(frozen=True, slots=True)
 class LoRASpec:
-    """Adapters (Hu et al., 2021): a product x W becomes x W + x A B, with A and B of each token.
+    """Adapters (Hu et al., 2021): a product x W becomes x W + x A B, with each token's A and B.
 
     The weights of all adapters are stacked: A [in, parts * width] and B [width, out] for each part
     of a fused product. Adapter `slot`, from 1, has the columns (slot - 1) * rank to slot * rank of
-    each part; slot 0 is no adapter, and has none.
+    each part. Slot 0 means no adapter and has no columns.
     """
 
     num_loras: int

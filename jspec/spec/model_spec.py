@@ -26,27 +26,19 @@ class HeadGate(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionSpec:
-    """Grouped-query attention of one layer.
-
-    window: a query sees keys with q_position - key_position < window, itself included; None: all.
-    qk_norm: RMSNorm of every query and key head before RoPE (one scale of head_dim each).
-    norms_span_heads: such a norm takes all query heads of a token as one vector, and all key heads.
-    v_norm: RMSNorm of every value head, without a scale. k_is_v: one projection is both.
-    gate: factors of the heads' output, sigmoids of a projection of the layer's normed input.
-    kv_of: an earlier layer, whose cached K and V this one reads; it has none itself.
-    kv_dtype: of cached K and V (or a latent). Only the engine sets it (`cached_in`).
-    """
+    """Grouped-query attention of one layer."""
 
     num_heads: int  # H
     num_kv_heads: int  # G
     head_dim: int  # D
     rope: RopeConfig = field(default_factory=RopeConfig)
+    # A query sees keys with q_position - key_position < window, itself included; None: all.
     window: int | None = None
     sinks: bool = False  # each head has a learned logit in its softmax, which adds nothing
-    qk_norm: bool = False
-    norms_span_heads: bool = False
-    v_norm: bool = False
-    k_is_v: bool = False
+    qk_norm: bool = False  # RMSNorm of every query and key head before RoPE, one scale each
+    norms_span_heads: bool = False  # qk_norm norms all heads of a token as one vector
+    v_norm: bool = False  # RMSNorm of every value head, without a scale
+    k_is_v: bool = False  # one projection is both
     qkv_bias: bool = False
     out_bias: bool = False
     scale: float | None = None  # of scores before their softmax; None: head_dim ** -0.5
@@ -54,9 +46,9 @@ class AttentionSpec:
     value_scale: float = 1.0  # factor of V
     rotary_dim: int | None = None  # leading head dimensions with RoPE; None: all
     growth: QueryGrowth | None = None
-    gate: HeadGate | None = None
-    kv_of: int | None = None
-    kv_dtype: str | None = None  # None: the engine's dtype
+    gate: HeadGate | None = None  # sigmoids of a projection of the layer's normed input
+    kv_of: int | None = None  # an earlier layer whose cached K and V this one reads
+    kv_dtype: str | None = None  # of K and V, set by `cached_in`; None: the engine's dtype
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -102,18 +94,14 @@ class AttentionSpec:
 class LatentAttentionSpec(AttentionSpec):
     """Multi-head latent attention (MLA) of one layer: heads whose K and V follow from a latent.
 
-    Sizes are those of the heads: num_kv_heads is num_heads, head_dim has the numbers without RoPE,
-    then the rotary_dim numbers that RoPE turns. Only the latent is cached.
-
-    kv_rank: of the latent. q_rank: of the queries' low-rank projection; None: a full one.
-    interleaved: RoPE turns pairs of neighbours, not pairs of a number in each half.
-    norm_eps: of the two low-rank norms, which the published code does not take from config.json.
+    Sizes are those of the heads: num_kv_heads is num_heads, and head_dim has the dimensions without
+    RoPE, then the rotary_dim dimensions with RoPE. Only the latent is cached.
     """
 
-    kv_rank: int
-    q_rank: int | None = None
-    interleaved: bool = False
-    norm_eps: float = 1e-6
+    kv_rank: int  # of the latent
+    q_rank: int | None = None  # of the queries' low-rank projection; None: a full one
+    interleaved: bool = False  # RoPE rotates neighboring pairs, not pairs of the two halves
+    norm_eps: float = 1e-6  # of the low-rank norms; the published code has it as a constant
 
     def __post_init__(self) -> None:
         AttentionSpec.__post_init__(self)
@@ -136,7 +124,7 @@ class LatentAttentionSpec(AttentionSpec):
 
     @property
     def nope_dim(self) -> int:
-        """Numbers of a query or key head that RoPE leaves."""
+        """Dimensions of a query or key head without RoPE."""
         return self.head_dim - self.rope_dim
 
     @property
@@ -203,7 +191,7 @@ class DenseSpec:
 
 
 class Routing(enum.Enum):
-    """How a router's logits become the weights of the chosen experts."""
+    """The weights of the chosen experts from a router's logits."""
 
     SOFTMAX_THEN_TOP = "softmax over all experts, then the top k as they are"
     SOFTMAX_THEN_TOP_NORMALIZED = "softmax over all experts, then the top k, summing to one"
@@ -234,16 +222,16 @@ class MoESpec:
     weight_scale: float = 1.0  # factor of the chosen experts' weights
     shared: DenseSpec | None = None  # one more MLP for every token, added to the experts' output
     shared_gate: bool = False  # that MLP's output times the sigmoid of one product with the token
-    num_groups: int = 1  # each of equally many neighbouring experts
-    top_groups: int = 1  # number of groups, the best, among whose experts the top k are chosen
-    shards: int = 1  # of the experts, each with whole ones; `expert_shards.py` sets both
+    num_groups: int = 1  # equal groups of neighboring experts
+    top_groups: int = 1  # number of best groups among whose experts the top k are chosen
+    shards: int = 1  # of whole experts; `expert_shards.py` sets this and data_shards
     data_shards: int = 1  # data ranks that share the experts, each with some of the shards
-    # Physical experts, of which a map tells the expert of each; None: the experts in their order.
+    # Physical experts if a map places them; None: the experts are in their order.
     num_placed: int | None = None
 
     @property
     def num_physical(self) -> int:
-        """Return the number of experts on all devices of a copy of the MoE, replicas included."""
+        """The number of experts on all devices of a copy of the MoE, replicas included."""
         return self.num_experts if self.num_placed is None else self.num_placed
 
     @property
@@ -339,7 +327,7 @@ class ModelSpec:
 def cache_groups(spec: ModelSpec, *, name: str) -> tuple[CacheGroup, ...]:
     """Return the model's cache groups: runs of layers with equal entry and window, in order.
 
-    Layers that read another one's cache are in none. Two layers with a window between full ones
+    Layers that read another layer's cache are omitted. Two layers with a window between full ones
     give `name` 0, `name` 1, `name` 2.
     """
     mixers = (layer.attention for layer in spec.layers)

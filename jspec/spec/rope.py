@@ -11,22 +11,21 @@ class YarnConfig:
 
     Dimension pairs that rotate more than `beta_fast` times over original_max_position keep their
     frequency; below `beta_slow` rotations it is divided by the factor; between is a ramp.
-
-    mscale, mscale_all_dim: DeepSeek's keys, from which attention_factor follows; 0: absent. The
-    second also scales the scores of latent attention (models/families/latent/deepseek_v3.py).
     """
 
     attention_factor: float  # factor of cos and sin
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     truncate: bool = True  # round the ramp's ends to whole pairs
+    # DeepSeek's keys, which determine attention_factor; 0: absent. The second also scales the
+    # scores of latent attention (models/families/latent/deepseek_v3.py).
     mscale: float = 0.0
     mscale_all_dim: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueryGrowth:
-    """Queries at position p times 1 + beta ln(1 + floor(p / period)), as in Llama 4."""
+    """Factor of queries at position p: 1 + beta ln(1 + floor(p / period)), as in Llama 4."""
 
     beta: float
     period: int
@@ -43,5 +42,5 @@ class RopeConfig:
     original_max_position: int = 8192
     yarn: YarnConfig | None = None
     is_linear: bool = False  # all frequencies are divided by the factor
-    # Share of the pairs that turn, the fastest; the others stand still (Gemma 4's p-RoPE).
+    # Share of the pairs that rotate, the fastest ones (Gemma 4's p-RoPE).
     turned: float = 1.0

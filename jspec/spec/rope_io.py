@@ -68,7 +68,7 @@ def _merged(fields: Fields) -> Fields:
 
 
 def _add_length(fields: Fields, merged: dict[str, Any]) -> None:
-    """Add the context length before scaling, which some files keep outside the tables or omit."""
+    """Add the context length before scaling, which some files have outside the tables or omit."""
     name = "original_max_position_embeddings"
     beside = fields.get(name)
     if beside is None:
@@ -170,7 +170,7 @@ def yarn_mscale(factor: float, mscale: float) -> float:
 
 
 def rope_json(rope: RopeConfig) -> dict[str, Any]:
-    """Return transformers 4's rope_theta and rope_scaling, which `read_rope` reads back."""
+    """Return transformers 4's rope_theta and rope_scaling, which `read_rope` can read."""
     scaling: dict[str, Any] | None = None
     if rope.yarn is not None:
         scaling = {

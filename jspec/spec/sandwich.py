@@ -9,16 +9,13 @@ from jspec.spec.model_spec import FeedForward, LayerSpec, ModelSpec, MoESpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SandwichSpec(LayerSpec):
-    """x + norm(attention(norm(x))), then x + norm(ffn(norm(x))), times a number of the layer.
+    """x + norm(attention(norm(x))), then x + norm(ffn(norm(x))), times a scalar of the layer."""
 
-    experts: an MoE beside the dense `ffn`, of the same x under another norm; the outputs of both
-        are normed, then added. Its router reads x, normed with a scale of its own, and each expert
-        has a factor.
-    token_size: width of the layer's own embedding of a token, which one more sub-layer multiplies
-        by a gate of x; 0: no such sub-layer.
-    """
-
+    # In parallel with the dense `ffn`, of the same x under another norm; both outputs are normed,
+    # then added. The router reads x, normed with its own scale, and each expert has a factor.
     experts: MoESpec | None = None
+    # Width of the layer's own token embedding, which one more sub-layer multiplies by a gate of x;
+    # 0: no such sub-layer.
     token_size: int = 0
 
     @property

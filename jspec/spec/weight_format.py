@@ -1,6 +1,7 @@
 """Weight formats: the arrays in which a weight is stored, as data. No jax.
 
-A format gives each array for a weight's logical shape [.., in, out]; `device/weights.py` has them.
+A format specifies each array for a weight's logical shape [.., in, out]; `device/weights.py` has
+the arrays.
 """
 
 from __future__ import annotations
@@ -18,8 +19,6 @@ Shape = tuple[int, ...]
 
 
 class Op(enum.Enum):
-    """The products that read weights."""
-
     LINEAR = "linear"
     LOGITS = "logits"
     GATED = "gated"
@@ -42,7 +41,7 @@ class Dense:
 
 @dataclass(frozen=True, slots=True)
 class MXFP4:
-    """4-bit floats (e2m1) and a power of two for each `group` inputs (e8m0), for kernels.
+    """4-bit floats (e2m1) with a power of two for each `group` inputs (e8m0), for kernels.
 
     A code has `parts` inputs, each of another group, so inputs are padded to `parts` groups;
     device/mxfp4.py has the order.
@@ -70,7 +69,7 @@ class FP8:
     has_blocks: bool = False
 
     def scale_axes(self, axes: Axes) -> Axes:
-        """Return the axes of the scales of a weight with these axes: shards have their own."""
+        """Return the axes of the scales of a weight with these axes; each shard has its own."""
         return axes if self.has_blocks else (*axes[:-2], *axes[-1:])
 
     def arrays(self, shape: Shape) -> Mapping[str, ArraySpec]:
@@ -84,7 +83,7 @@ class FP8:
 
 WeightFormat = Dense | MXFP4 | FP8
 FORMATS: tuple[type[WeightFormat], ...] = (Dense, MXFP4, FP8)
-# How some weights are resident: all of a product, or one by its path. All others are dense.
+# The formats of some weights: all of a product, or one by its path. All others are dense.
 Formats = tuple[tuple[Op | tuple[str | int, ...], WeightFormat], ...]
 
 
@@ -93,7 +92,7 @@ def num_bytes(format: WeightFormat, shape: Shape) -> int:
 
 
 def itemsize(dtype: str) -> int:
-    """Return the bytes of a number by its dtype's name: the first digits are its bits."""
+    """Return the bytes of a number by its dtype's name, whose first digits are its bits."""
     bits = re.search(r"\d+", dtype)
     if bits is None:
         raise ValueError(f"dtype is {dtype!r}; expected a name with its bits, such as bfloat16")

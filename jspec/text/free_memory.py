@@ -1,7 +1,7 @@
 """Return of freed memory to the operating system.
 
-While encoding, a tokenizer uses a hundred times the text's size, and glibc keeps what it frees in
-that thread's arena: after 10 MB of text the process kept 950 MB.
+While encoding, a tokenizer uses a hundred times the text's size, and glibc keeps the freed memory
+in that thread's arena: after 10 MB of text the process kept 950 MB.
 """
 
 from __future__ import annotations

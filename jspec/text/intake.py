@@ -1,4 +1,4 @@
-"""Intake: turn user input into Requests, with tokenized prompts, checked ids and fixed seeds.
+"""Intake: turns user input into Requests with tokenized prompts, checked ids and fixed seeds.
 
 It knows the vocabulary but not queues or pools. Text that is too long for any tokenization is
 refused before it is tokenized.
@@ -45,7 +45,7 @@ Ids = Sequence[int] | npt.NDArray[np.integer[Any]]
 
 
 class LogprobOptions(TypedDict, total=False):
-    """Parameters of SGLang's `generate` outside sampling_params, applied to all prompts."""
+    """Parameters of SGLang's `generate` outside sampling_params, for all prompts of a call."""
 
     return_logprob: bool
     logprob_start_len: int
@@ -64,27 +64,23 @@ GENERATE_NAMES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """One prompt of a call, text or input_ids, and all that its requests need (`Request`).
-
-    sampling: checked parameters, or fields and their values
-    reasoning: marks of the reasoning that may precede a grammar's text, or be bounded; None: those
-        that follow from the prompt's end
-    """
+    """One prompt of a call, as text or input_ids, and the fields of its requests (`Request`)."""
 
     text: Any = None
     input_ids: Any = None
-    sampling: Params = None
+    sampling: Params = None  # checked parameters, or fields and their values
     request_id: str | None = None  # of its first choice; None: one is made
     extra_key: str | None = None
     priority: int = 0
     caller: str | None = None
-    reasoning: ReasoningMarks | None = None  # that may precede a grammar's text
+    # Of reasoning that may precede a grammar's text or have a budget; None: from the prompt's end.
+    reasoning: ReasoningMarks | None = None
     shown_ids: frozenset[int] = frozenset()
     lora: str | None = None  # the name of a loaded adapter
 
     @property
     def num_choices(self) -> int:
-        """Its n; 1 if n is invalid."""
+        """Its n, or 1 if n is invalid."""
         given = self.sampling
         if isinstance(given, SamplingParams):
             return given.n
@@ -98,27 +94,17 @@ class Prompt:
 
 
 class Intake:
-    """A factory of Requests.
-
-    tokenizer: None accepts ids only, and refuses text prompts and stop strings
-    context_length: a prompt must have fewer tokens
-    random_seed: derives seeds from the order of arrival for requests without a sampling_seed
-    chat_templates: None refuses messages
-    defaults: sampling parameters used if a call does not give them
-    find_adapter: returns a loaded LoRA adapter by name, or raises RequestError
-    """
-
     def __init__(
         self,
-        tokenizer: Tokenizer | None,
+        tokenizer: Tokenizer | None,  # None: accept only ids, no stop strings
         *,
         vocab_size: int,
         eos_token_ids: tuple[int, ...],
         context_length: int,
-        random_seed: int | None = None,
-        chat_templates: ChatTemplates | None = None,
-        defaults: Mapping[str, Any] | None = None,
-        find_adapter: Callable[[str], Adapter] = no_adapter,
+        random_seed: int | None = None,  # gives requests without a seed one by their order
+        chat_templates: ChatTemplates | None = None,  # None: refuse messages
+        defaults: Mapping[str, Any] | None = None,  # of sampling parameters
+        find_adapter: Callable[[str], Adapter] = no_adapter,  # or raises RequestError
     ) -> None:
         self.defaults = dict(defaults or {})
         self._find_adapter = find_adapter
@@ -270,8 +256,8 @@ class Intake:
     ) -> tuple[tuple[int, ...], SamplingParams]:
         """Return a chat's ids and sampling; max_new_tokens defaults to the rest of the context.
 
-        The template adds special tokens. Raises RequestError for messages that are invalid, also
-        for the template.
+        The template adds special tokens. Raises RequestError for messages that are invalid or that
+        the template refuses.
         """
         checked = check_messages(messages)
         sampling = self.sampling(sampling_params)
@@ -304,7 +290,7 @@ class Intake:
     ) -> tuple[int, ...]:
         """Return the ids of a prompt. Raises RequestError if it is invalid or too long.
 
-        emits_nothing: no token follows, so it may fill the context.
+        emits_nothing: no token follows, so the prompt may fill the context.
         """
         if self._tokenizer is None:
             raise RequestError(f"the prompt is text; {NO_TOKENIZER} input_ids")
@@ -352,14 +338,11 @@ class Intake:
         return self.check_ids("input_ids", input_ids)
 
     def check_ids(self, name: str, token_ids: Ids) -> tuple[int, ...]:
-        """Return the ids as Python integers; raises RequestError for the first invalid one.
-
-        All are checked at once, since prompts are long, and one by one only if that fails.
-        """
+        """Return the ids as Python integers. Raises RequestError for the first invalid one."""
         found = listed(token_ids)
         if not isinstance(found, Sequence):
             raise RequestError(f"{name} is {shown_json(plain(found))}; expected a list of ids")
-        if self._are_known(found):
+        if self._are_known(found):  # all at once, since prompts are long
             return tuple(found)
         ids = plain_items(found)
         for token_id in () if self._are_known(ids) else ids:

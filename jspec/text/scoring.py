@@ -21,7 +21,7 @@ Text = str | Sequence[int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoreCall:
-    """A checked call. With more than MAX_LOGPROB_IDS labels a prompt is sent several times."""
+    """A checked call. A prompt with more than MAX_LOGPROB_IDS labels is sent several times."""
 
     prompts: tuple[str | tuple[int, ...], ...]  # one per item
     label_token_ids: tuple[int, ...]
@@ -37,7 +37,7 @@ class ScoreCall:
         apply_softmax: bool = False,
         item_first: bool = False,
     ) -> ScoreCall:
-        """Check a call. query, items: texts or token ids, to concatenate. Raises RequestError."""
+        """Check a call. query, items: texts or token ids, to be joined. Raises RequestError."""
         is_text = isinstance(query, str)
         if is_text and isinstance(items, str):
             items = [items]

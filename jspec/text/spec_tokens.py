@@ -1,4 +1,4 @@
-"""Attribution of a sequence's text: accepted draft tokens, or the target's own."""
+"""Attribution of a sequence's text to accepted draft tokens and the target's own."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from jspec.text.tokenizer.tokenizer import Tokenizer
 class SpecToken:
     text: str
     accepted: bool  # an accepted draft token
-    # The verification in its sequence that emitted it, from 1; 0: none (a prompt's first token, or
-    # no drafting).
+    # Number of the verification that emitted it; 0: none (a prompt's first token, or no drafting).
     step: int = 0
     proposed: int = 0  # drafts in that verification
 

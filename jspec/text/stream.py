@@ -1,4 +1,4 @@
-"""A sequence's text as ids arrive: a detokenizer and a stop matcher in series."""
+"""A sequence's text as ids arrive: a detokenizer followed by a stop matcher."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jspec.text.tokenizer.tokenizer import Tokenizer
 
 
 class IdsOnlyStream:
-    """A TextStream without text, for an engine without a tokenizer: every id is kept."""
+    """A TextStream without text, for an engine without a tokenizer; every id is kept."""
 
     def push(self, ids: tuple[int, ...], *, allow_stop: bool = True) -> TextCut:
         del allow_stop
@@ -26,15 +26,15 @@ class IdsOnlyStream:
         return None
 
     def watch(self) -> None:
-        """Return None: there is no text to watch."""
+        """Return None, since there is no text to watch."""
 
 
 class TokenizedStream:
     """A TextStream with a tokenizer. stop: the strings, or an automaton shared by sequences.
 
-    Law: text, kept ids and match do not depend on how ids are grouped into pushes. Without a match
-    the texts of all pushes and flush add up to `tokenizer.decode(ids)`; with one, to that text up
-    to the stop string that is completed first, or including it if `no_stop_trim`.
+    Text, kept ids and match do not depend on how ids are grouped into pushes. Without a match, the
+    texts of all pushes and flush add up to `tokenizer.decode(ids)`. With one, they are that text up
+    to the stop string that is completed first, including it if `no_stop_trim`.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class TokenizedStream:
         return None if tables is None else tables.watch(self._matcher.automaton)
 
     def push(self, ids: tuple[int, ...], *, allow_stop: bool = True) -> TextCut:
-        """Append ids one by one, so that the id which completes a stop string is exact.
+        """Append ids one by one, to find the exact id that completes a stop string.
 
         Ids after a match are not kept. Raises RuntimeError after flush.
         """
@@ -95,7 +95,7 @@ class TokenizedStream:
         return TextCut(num_ids=len(ids), text="".join(final))
 
     def flush(self) -> str:
-        """Return the text still held back; "" after a match, and when called again.
+        """Return the text still held back, or "" after a match or another flush.
 
         An incomplete character, or a run of byte tokens, becomes text only here, and may complete a
         stop string: the text is then cut and `matched` set.

@@ -34,7 +34,7 @@ class Line:
     url: str = ""
     body: Mapping[str, Any]
     wrong: str = ""  # why it is invalid, else empty
-    answered: Mapping[str, Any] | None = None  # by an earlier run, which is kept
+    answered: Mapping[str, Any] | None = None  # an earlier run's answer, which is kept
 
     @property
     def answer_id(self) -> str:
@@ -59,17 +59,17 @@ def read_lines(path: Path) -> Generator[Line]:
 
 
 def retried_lines(requests: Path, earlier: Path) -> Generator[Line]:
-    """Yield the requests, with the successful answers of `earlier`, an answer file over them.
+    """Yield the requests, with the successful answers of `earlier`, an answer file for them.
 
-    Lines that it does not have, such as those after an interruption, have no answer. Raises
-    ConfigError for a file that is not of a run over these requests.
+    Missing lines, such as those after an interruption, have no answer. Raises ConfigError if the
+    file is not from a run of these requests.
     """
     count = 0
     with _opened(earlier) as file, closing(read_lines(requests)) as lines:
         for count, line in enumerate(lines, start=1):
             text = file.readline()
             found = object_in(text)
-            # A line that was no request had no custom_id, and may have been repaired.
+            # An invalid line had no custom_id, and may have been repaired.
             is_its = found.get("id") == line.answer_id and (
                 found.get("custom_id") in (line.custom_id, None)
             )
@@ -143,9 +143,9 @@ def _why_not(found: Mapping[str, Any]) -> str:
 
 
 class AnswerFile:
-    """The answers, written one whole line at a time. num_well: successful ones of all runs.
+    """The answers, written one whole line at a time. num_well: successes of all runs.
 
-    Raises ConfigError for a file that has something else, or cannot be written.
+    Raises ConfigError for a file with other content, or one that cannot be written.
     """
 
     def __init__(self, path: Path, requests: Path) -> None:
@@ -193,7 +193,7 @@ class AnswerFile:
         self._cut()
 
     def write(self, answer: Mapping[str, Any]) -> None:
-        """Append and flush one line. Raises OutputError, leaving whole lines, on a full disk."""
+        """Append and flush one line. On a full disk raises OutputError and leaves whole lines."""
         text = json.dumps(answer, ensure_ascii=False).encode() + b"\n"
         rest = memoryview(text)
         try:

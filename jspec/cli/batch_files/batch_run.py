@@ -40,7 +40,7 @@ class BatchSettings:
 
 
 def window_of(engine: Engine) -> int:
-    """Return enough lines to keep all slots busy, and no more than the queue takes."""
+    """Return enough lines to keep all slots busy, within the queue's limit."""
     limits = engine.limits
     return max(1, min(2 * limits.pool.max_rows + 16, limits.scheduling.max_queued_requests))
 
@@ -94,7 +94,7 @@ async def _answer_line(
 
 
 def with_seed(line: Line, seed: int) -> dict[str, Any]:
-    """Return the body with missing seed (and for /generate rid) derived from the line."""
+    """Return the body with a missing seed (and for /generate rid) derived from the line."""
     own = choice_seed(seed & MAX_SEED, line.number)
     if line.url != "/generate":
         return {**line.body, **({} if _has_seed(line.body) else {"seed": own})}

@@ -92,12 +92,10 @@ def prompt_loss(scores: Sequence[Rescored]) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Agreement:
-    """Agreement of guesses with the target's choices.
+    """Agreement of guesses with the target's choices."""
 
-    hits: [r, t, i]: the guess at depth i + 1 after t + 1 draft tokens is the target's choice
-    """
-
-    hits: np.ndarray  # bool[R, T - 1 - S, S]
+    # bool[R, T - 1 - S, S]; [r, t, i]: the guess at depth i + 1 after t + 1 tokens is right.
+    hits: np.ndarray
     anchors: np.ndarray  # bool[R, T - 1 - S]
     confidence: float  # mean probability that the head gives to its depth-1 guesses
 
@@ -111,7 +109,7 @@ class Agreement:
 
     @property
     def num_accepted(self) -> np.ndarray:
-        """Return i64[R, T - 1 - S]: drafts that a verification at each position accepts."""
+        """Drafts that a verification at each position accepts, i64[R, T - 1 - S]."""
         return np.cumprod(self.hits, axis=-1).sum(axis=-1)
 
 

@@ -23,7 +23,7 @@ from jspec.spec.cache_entry import CacheLayout
 from jspec.speculative.drafter import StepBatch
 
 REPEATS, MOST_REPEATS, ROUNDS = 3, 15, 10
-MOST_ERROR = 0.02  # share of the median that its standard error may be, before it is measured again
+MOST_ERROR = 0.02  # relative standard error of the median above which it is measured again
 PAGE_SIZE, NUM_PAGES = 64, 4
 
 
@@ -67,7 +67,10 @@ def step_timing(engine: Engine, request: Request) -> Timing:
 
 
 def propose_seconds(served: ServedWeights) -> float | None:
-    """Median seconds of one row's `propose`; None on several devices or without a draft model."""
+    """Return the median seconds of one row's `propose`.
+
+    Return None on several devices or without a draft model.
+    """
     drafter, mesh = served.models.drafter, served.mesh
     if mesh.size > 1 or not drafter.cache_groups:
         return None

@@ -1,4 +1,4 @@
-"""`jspec doctor --device`: which devices jax has, and a first measurement of them."""
+"""`jspec doctor --device`: jax's devices, and a first measurement of them."""
 
 from __future__ import annotations
 
@@ -53,11 +53,9 @@ class Measurement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceReport:
-    """problems: why the devices are not those of the host; notes: what costs time."""
-
     facts: Mapping[str, str]
-    problems: tuple[str, ...]
-    notes: tuple[str, ...]
+    problems: tuple[str, ...]  # why jax does not use the host's devices
+    notes: tuple[str, ...]  # what costs time
     measured: tuple[Measurement, ...]
 
     def to_json(self) -> dict[str, Any]:
@@ -78,14 +76,11 @@ class DeviceReport:
 def examine_device(
     *,
     environ: Mapping[str, str] = os.environ,
-    root: Path = Path("/"),
+    root: Path = Path("/"),  # of the host's files
     find: Callable[[], Sequence[jax.Device]] = jax.devices,
     say: Callable[[str], None],
 ) -> DeviceReport:
-    """Report and measure jax's devices. Raises ConfigError if no backend starts.
-
-    root: of the host's files.
-    """
+    """Report and measure jax's devices. Raises ConfigError if no backend starts."""
     try:
         devices = find()
     except RuntimeError as error:
@@ -135,7 +130,6 @@ def _facts(
 
 
 def _place_of(device: jax.Device) -> str:
-    """Return a device's number, and for a TPU its place in the slice."""
     coords = getattr(device, "coords", None)
     if coords is None:
         return str(device.id)
@@ -145,7 +139,7 @@ def _place_of(device: jax.Device) -> str:
 def problems_of(
     of_jax: str, versions: Mapping[str, str], environ: Mapping[str, str], root: Path
 ) -> Iterator[str]:
-    """Yield why jax runs on CPUs of a host that has something else."""
+    """Yield the reasons why jax runs on the CPUs of a host that has other devices."""
     if of_jax != "cpu" or "cpu" in environ.get("JAX_PLATFORMS", "").split(","):
         return
     vendors = root.glob("sys/bus/pci/devices/*/vendor")
@@ -256,7 +250,6 @@ def _attention(ops: Ops, own: Accelerator | None, *, rows: int, context: int) ->
 
 
 def _sum(mesh: Mesh, own: Accelerator | None, num_bytes: int, *, calls: int) -> Measurement:
-    """Measure an all-reduce of an array that every device has."""
     count = mesh.size
 
     @partial(
@@ -278,7 +271,7 @@ def _sum(mesh: Mesh, own: Accelerator | None, num_bytes: int, *, calls: int) -> 
 
 
 def _seconds(run: Callable[..., Any], *arguments: Any) -> float:
-    """Return the median time of a run, of three that are enqueued at once."""
+    """Return the median time of a run, among three that are enqueued at once."""
     jax.block_until_ready(run(*arguments))
     found = []
     for _ in range(5):

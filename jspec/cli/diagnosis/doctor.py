@@ -34,7 +34,7 @@ class DoctorSettings:
 
 
 def chain_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments with a chain: measuring by depth needs one guess per depth."""
+    """Return the arguments with a chain, since measuring by depth needs one guess per depth."""
     args = EngineArgs.from_mapping(arguments)
     if args.speculative.num_steps < 1:
         raise ConfigError(

@@ -36,8 +36,8 @@ from jspec.training.heads.head_eagle3 import TrainedEagle3
 from jspec.training.heads.head_mtp import TrainedMtp
 
 FIRST_TEXTS = 4  # texts on which every reading is tried
-LEAST_TOKENS = 50  # over all texts; rules use shares
-PROMISING = 4  # readings that are then measured on all texts
+LEAST_TOKENS = 50  # over all texts, since rules use shares
+PROMISING = 4  # number of readings that are then measured on all texts
 Say = Callable[[str], None]
 
 

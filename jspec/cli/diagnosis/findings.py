@@ -2,7 +2,7 @@
 
 A repair is credible if it helps on all texts beyond chance and either makes the head a good one or
 recovers a third of the missing agreement. For the bundled head (healthy agreement 0.82) a right
-repair recovers 0.17 to 0.99 of it; the best false repair of a coarsely quantised head 0.15.
+repair recovers 0.17 to 0.99 of it; the best false repair of a coarsely quantized head 0.15.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Trial:
 
     @property
     def is_large(self) -> bool:
-        """Return whether the gain would be a repair if it were certain."""
+        """True if the gain would be a repair if it were certain."""
         missing = 1 - (self.agreement - self.gain)
         if self.gain < LEAST_GAIN:
             return False
@@ -86,11 +86,9 @@ def undecided_trials(trials: Iterable[Trial]) -> list[str]:
 
 
 def fits(base: Agreement, *, is_coarse: bool = False) -> bool:
-    """Return whether a head without a known fault was trained for this target.
-
-    A head for other weights hardly ever agrees, or is far more confident than right, unlike a weak
-    healthy head or one that coarse quantisation has flattened.
-    """
+    """Return whether a head without a known fault was trained for this target."""
+    # A head for other weights hardly ever agrees, or is far more confident than right, unlike a
+    # weak healthy head or one that coarse quantization has flattened.
     return _fits(base.by_depth[0], base.confidence, is_coarse=is_coarse)
 
 

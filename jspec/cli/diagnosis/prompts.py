@@ -2,7 +2,7 @@
 
 .jsonl     {"prompt": "..."} or {"messages": [...]} or {"input_ids": [...]}, optionally with
            {"sampling_params": {...}}; also a line of OpenAI's batch format
-else       text, one prompt per line
+others     text, one prompt per line
 """
 
 from __future__ import annotations

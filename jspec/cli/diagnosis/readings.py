@@ -47,7 +47,7 @@ class Reading:
 def target_readings(
     head: DraftHead, layer_ids: tuple[int, ...], own: Params, target: Params
 ) -> Iterator[Reading]:
-    """Yield readings with a target's weight in place of the head's own of that shape."""
+    """Yield readings with a target's weight in place of the head's own weight of that shape."""
     for part, name, stored in (
         ("embed", "table", "embed_tokens.weight"),
         ("lm_head", "kernel", "lm_head.weight"),

@@ -47,7 +47,7 @@ class Pair:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis:
-    """All measurements; lists by depth start at depth 1. None: not measurable."""
+    """All measurements; None if not measurable. Lists by depth start at depth 1."""
 
     pair: Pair
     num_texts: int
@@ -69,7 +69,7 @@ class Diagnosis:
     tensors: tuple[TensorFact, ...]
     tried: tuple[tuple[str, str, float, float], ...]  # kind, fault, gain, standard errors
     findings: tuple[Finding, ...]
-    undecided: tuple[str, ...]  # what the measurements are too few or too noisy for
+    undecided: tuple[str, ...]  # questions for which measurements are too few or too noisy
 
     @property
     def speedup(self) -> float:
@@ -78,7 +78,7 @@ class Diagnosis:
 
     @property
     def speedup_margin(self) -> float:
-        """Return SURE standard errors, from the spreads of times and of the acceptance length."""
+        """SURE standard errors of the speedup, from times and the acceptance length."""
         shares = (
             self.acceptance_error / self.acceptance_length,
             self.plain_step_error / self.plain_step_seconds,
@@ -88,7 +88,7 @@ class Diagnosis:
 
     @property
     def pays(self) -> bool | None:
-        """Return whether speculation pays; None: the speed-up is too close to 1 to tell."""
+        """True if speculation pays; None if the speedup is too close to 1 to tell."""
         return None if abs(self.speedup - 1) < self.speedup_margin else self.speedup >= 1
 
     def to_json(self) -> dict[str, Any]:
@@ -99,7 +99,7 @@ class Diagnosis:
 def by_depth(num_accepted: Sequence[int], num_steps: int) -> list[float]:
     """Return the share of steps that accepted each depth, among those that accepted all before it.
 
-    In:  accepted 0 1 2 2, S = 2   Out: [0.75, 0.67]
+    In: accepted 0 1 2 2, S = 2   Out: [0.75, 0.67]
     """
     counts = [sum(n >= depth for n in num_accepted) for depth in range(num_steps + 1)]
     return [b / a if a else 0.0 for a, b in itertools.pairwise(counts)]

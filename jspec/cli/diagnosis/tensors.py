@@ -1,4 +1,4 @@
-"""Checks on a head's tensors alone: zeros, non-finite numbers, quantisation, vocabulary."""
+"""Checks on a head's tensors alone: zeros, non-finite numbers, quantization, vocabulary."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class TensorFact:
     shape: tuple[int, ...]
     zeros: float
     levels: int  # most distinct numbers of the inspected columns
-    fewest: int | None = None  # the same for columns or rows; None: too short to tell
+    fewest: int | None = None  # the smaller such number of columns and rows; None: too short
     is_finite: bool
     mean: float
     std: float
@@ -61,7 +61,7 @@ def _levels(lines: np.ndarray) -> int:
 
 
 def _fewest(array: np.ndarray) -> int | None:
-    """Return the fewest distinct numbers per output or input: a scale belongs to either."""
+    """Return the fewest distinct numbers per output or input, either of which may have a scale."""
     if array.ndim < 2:
         return None
     rows = array.reshape(-1, array.shape[-1])[:8]
@@ -72,7 +72,7 @@ def _fewest(array: np.ndarray) -> int | None:
 def coarse_levels(facts: tuple[TensorFact, ...]) -> int | None:
     """Return the distinct numbers per output of the head's matrices if at most COARSE, else None.
 
-    Weights quantised once have more (4 bits 15 or 16 per group); fewer mean repeated rounding.
+    Weights quantized once have more (4 bits 15 or 16 per group); fewer mean repeated rounding.
     """
     found = sorted(fact.fewest for fact in facts if fact.fewest is not None)
     if not found or (middle := found[len(found) // 2]) > COARSE:
@@ -89,7 +89,7 @@ def suspicious(facts: tuple[TensorFact, ...]) -> tuple[str, ...]:
         f"{100 * fact.zeros:.0f}% of {fact.name} {list(fact.shape)} is zero"
         for fact in facts
         if fact.zeros > MOST_ZEROS
-        and fact.levels >= MIN_LEVELS  # zeros of a quantised tensor are rounded numbers
+        and fact.levels >= MIN_LEVELS  # zeros of a quantized tensor are rounded numbers
         and not fact.name.endswith("bias")
     ]
     return tuple(found)

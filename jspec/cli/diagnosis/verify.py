@@ -224,7 +224,6 @@ class _Judge:
         )
 
     def _other_end(self, case: int, text: Text, who: str) -> list[Fault]:
-        """Return faults of texts that end earlier or later than the same plain text."""
         plain = self._plain[case]
         shared = min(len(text.ids), len(plain.ids))
         if text.ids[:shared] != plain.ids[:shared]:

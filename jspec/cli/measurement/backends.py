@@ -37,7 +37,7 @@ class NativeReader:
 
 
 class OpenAIReader:
-    """Reads OpenAI's events; without usage in each of them, one with text counts as a token."""
+    """Reads OpenAI's events. Without usage in each event, one with text counts as a token."""
 
     def __init__(self) -> None:
         self.num_tokens = self.prompt_tokens = 0

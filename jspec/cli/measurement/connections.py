@@ -14,7 +14,7 @@ NO_HEADERS: Mapping[str, str] = {}
 
 
 class Connections:
-    """Keep-alive connections to one server; `headers` go with every request. Raises ValueError."""
+    """Keep-alive connections to one server. Each request has `headers`. Raises ValueError."""
 
     def __init__(self, url: str, *, headers: Mapping[str, str] = NO_HEADERS) -> None:
         parts = urlsplit(url)

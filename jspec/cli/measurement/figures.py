@@ -31,7 +31,7 @@ class Seen:
     gaps: list[float] = field(default_factory=list)  # time between two events with new tokens
     e2e: list[float] = field(default_factory=list)
     sent: dict[str, float] = field(default_factory=dict)  # by a traced request's name
-    first: dict[str, float] = field(default_factory=dict)  # time of the first token, by such a name
+    first: dict[str, float] = field(default_factory=dict)  # time of its first token, by that name
     errors: list[str] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
     output_ids: dict[int, tuple[int, ...]] = field(default_factory=dict)  # by index of the job
@@ -65,7 +65,7 @@ class Stopwatch:
     def finish(
         self, seen: Seen, *, new_tokens: int, is_exact: bool, prompt_tokens: int, index: int
     ) -> float | None:
-        """Return when the first token came; for an unexpected answer None, and record an error."""
+        """Return the time of the first token. For an unexpected answer, record an error instead."""
         is_wrong = is_exact and self.num_tokens != new_tokens
         if self._first is None or is_wrong:
             seen.errors.append(f"{self.num_tokens} tokens came; expected {new_tokens}")
@@ -101,10 +101,10 @@ def summary(seen: Seen, seconds: float) -> dict[str, Any]:
 
 
 def acceptance(histogram: Sequence[int]) -> dict[str, Any] | None:
-    """Summarise a histogram of verifications that accepted 0, 1, ... drafts; None if empty.
+    """Summarize a histogram of verifications that accepted 0, 1, ... drafts; None if empty.
 
-    by_depth has the share of verifications that accepted each depth, of all and of those that
-    accepted its parent. Truncated last verifications count as they are.
+    by_depth has the share of verifications that accepted each depth, among all and among those that
+    accepted its parent. Truncated last verifications count unchanged.
 
         In:  [2, 1, 1]
         Out: tokens_per_verification 1.75, shares 0.5 and 0.25, given the parent 0.5 and 0.5
@@ -131,7 +131,7 @@ def acceptance(histogram: Sequence[int]) -> dict[str, Any] | None:
 
 
 def medians(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the median of each figure over runs; of pairs, elementwise. Errors are summed."""
+    """Return the median of each figure over runs, elementwise for pairs. Errors are summed."""
     found: dict[str, Any] = {}
     for name, first in runs[0].items():
         values = [run[name] for run in runs]

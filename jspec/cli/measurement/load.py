@@ -23,7 +23,7 @@ WORDS = (  # noqa: SIM905 (a list would take one line per word)
 class Point:
     """One load: `clients` requests always open, or `rate` requests per second (Poisson).
 
-    With both: that rate, with at most `clients` open; further requests wait in the client.
+    With both, the rate applies with at most `clients` open; further requests wait in the client.
     """
 
     name: str
@@ -35,7 +35,7 @@ class Point:
     def parse(cls, text: str) -> Point:
         """Parse c64 (64 clients) or r12 (12 requests per second); c64:512 sends 512 requests.
 
-        Default: 8 per client and at most 256; 256 at a rate. Raises ValueError.
+        The default is 8 per client and at most 256, or 256 at a rate. Raises ValueError.
         """
         load, _, count = text.partition(":")
         try:
@@ -92,10 +92,8 @@ class Pattern:
     to_body: Callable[[Job], dict[str, Any]] = field(default=native_body)
 
     def jobs(self, point: Point) -> tuple[list[Job], list[Job]]:
-        """Return (warm-up, measured) jobs; warm-up has other prompts and short answers.
-
-        The order of draws is fixed, so that a seed's load never changes; figures depend on it.
-        """
+        """Return (warm-up, measured) jobs; warm-up has other prompts and short answers."""
+        # The order of draws is fixed, so that a seed's load never changes; figures depend on it.
         rng, prefix = random.Random(self.seed), self.prefix()
         measured = []
         for index in range(point.num_requests):

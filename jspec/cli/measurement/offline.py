@@ -76,7 +76,7 @@ class EngineTarget:
 def engine_arguments(
     given: Mapping[str, Any], settings: BenchSettings, *, longest: int
 ) -> dict[str, Any]:
-    """Return the smallest engine for the load, as two share the device; `given` overrides it."""
+    """Return the smallest engine for the load, since two share the device; `given` overrides it."""
     rows = settings.point.clients or min(settings.num_prompts, MOST_ROWS)
     small: dict[str, Any] = {
         "max_running_requests": rows,

@@ -71,7 +71,7 @@ def _plan(settings: BenchSettings, model: str | None) -> Plan:
     tokenizer = Tokenizer.from_directory(BUNDLED_TOKENIZER)
     make = partial(settings.jobs, tokenizer, to_body=to_body, vocab_size=settings.vocab_size)
     jobs = [make(repeat=repeat) for repeat in range(settings.repeats)]
-    # Not the measured prompts, so that none of these is in a prefix cache.
+    # Other prompts than the measured ones, which must not be in a prefix cache.
     warm_up = settings.warm_up(make(repeat=settings.repeats), to_body)
     return Plan(point=settings.point, warm_up=warm_up, jobs=jobs, seed=settings.seed)
 

@@ -68,7 +68,7 @@ def _held_out_texts() -> list[str]:
 def read_prompts(path: Path, *, count: int, seed: int, fallback_length: int) -> list[Prompt]:
     """Read prompts from JSON lines or one JSON list; sampled if there are more, repeated if fewer.
 
-    A line is a string, or an object with `prompt`, `text`, `messages` (the first of the user) or
+    A line is a string, or an object with `prompt`, `text`, `messages` (the user's first) or
     ShareGPT's `conversations`; its own `max_new_tokens` applies. Raises ConfigError.
     """
     lines = _objects(path)

@@ -109,7 +109,7 @@ class _Process:
         return len(lanes)
 
     def steps(self, trace: Sequence[TraceEvent], *, first_lane: int) -> dict[str, int]:
-        """Add the engine's calls of the runner, one lane per kind; return the lanes by title."""
+        """Add the engine's runner calls, one lane per kind; return the lanes by title."""
         lanes = {kind: first_lane + i for i, kind in enumerate(TraceKind)}
         for call in trace:
             if call.started >= self._begin:

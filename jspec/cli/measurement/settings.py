@@ -22,7 +22,7 @@ MODES = ("both", "plain", "speculative")
 class BenchSettings:
     """Settings; lengths are in tokens.
 
-    A server's repeat r uses seed + r, so that its prompts are not cached.
+    Repeat r on a server uses seed + r, so that its prompts are not cached.
     """
 
     num_prompts: int = 8
@@ -105,13 +105,10 @@ class BenchSettings:
         tokenizer: Encoder | None,
         *,
         repeat: int,
-        to_body: Callable[[Job], dict[str, Any]] | None,
-        vocab_size: int | None,
+        to_body: Callable[[Job], dict[str, Any]] | None,  # None: a local engine, which takes ids
+        vocab_size: int | None,  # upper bound of random token ids; None: words
     ) -> list[Job]:
-        """Return the requests of one repeat. to_body: None for a local engine, which takes ids.
-
-        vocab_size: upper bound of random token ids; None: words
-        """
+        """Return the requests of one repeat."""
         settings = replace(self, seed=self.seed + repeat)
         found = [
             settings._job(prompt, new_tokens, index)

@@ -33,7 +33,7 @@ class Target(Protocol):
 
 
 class ServerTarget:
-    """A server; acceptance comes from its answers or its metrics."""
+    """A server, whose acceptance comes from its answers or its metrics."""
 
     def __init__(
         self, name: str, url: str, backend: Backend, *, headers: Mapping[str, str], flush: bool

@@ -1,4 +1,4 @@
-"""A host that follows host 0: its runner process gets what host 0 sends over the channel."""
+"""A follower: another host's runner process executes what host 0 sends over the channel."""
 
 from __future__ import annotations
 
@@ -28,9 +28,8 @@ RETRY_SECONDS = 0.25
 def follow(args: EngineArgs, place: HostPlace, token: bytes) -> None:
     """Run what host 0 runs until it ends.
 
-    If host 0 or another host is lost, this one starts again with them. Raises ConfigError if
-    host 0 refuses this host or its start fails, RunnerError if host 0 stays away for
-    `place.timeout` seconds.
+    If host 0 or another host is lost, restart with them. Raises ConfigError if host 0 refuses this
+    host or its start fails, RunnerError if host 0 is away for `place.timeout` seconds.
     """
     identity = identity_of(args, count=place.count)
     while True:
@@ -49,7 +48,6 @@ def follow(args: EngineArgs, place: HostPlace, token: bytes) -> None:
 
 
 def _arrive(place: HostPlace, token: bytes, identity: Identity) -> FrameSocket:
-    """Connect to host 0, which may not have started yet."""
     deadline = time.monotonic() + place.timeout
     last = ""
     while (left := deadline - time.monotonic()) > 0:
@@ -74,7 +72,7 @@ def _arrive(place: HostPlace, token: bytes, identity: Identity) -> FrameSocket:
 
 
 class _Following:
-    """One life of this host's runner process, from host 0's `begin` to the loss of anything."""
+    """One life of this host's runner process, from host 0's `begin` to the first loss."""
 
     def __init__(self, channel: FrameSocket, args: EngineArgs, place: HostPlace) -> None:
         self.why = "host 0 was lost"
@@ -83,7 +81,7 @@ class _Following:
         self._programs: dict[str, ProgramKey] = {}
         self._calls: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
         self._is_ended = False
-        self._unread: int | None = None  # an output that nothing has waited for
+        self._unread: int | None = None  # last output to be read
 
     def run(self) -> bool:
         """Return True if host 0 has ended in order. Raises ConfigError if a start failed."""
@@ -123,12 +121,11 @@ class _Following:
             return
         self._process.send(message)
         if isinstance(message, Enqueue):
-            if self._unread is not None:  # one step late, so that it delays no program
+            if self._unread is not None:  # read one step later, so that it delays no program
                 self._process.send(Read(self._unread))
             self._unread = message.number if message.is_read else None
 
     def _start_and_report(self, process: EngineProcess) -> None:
-        """Start the process, then report what it answers among its steps."""
         started = process.started(None)
         self._programs = {str(key): key for key, *_ in wanted_programs(started.limits)}
         self._channel.send("started", limits=repr(started.limits))

@@ -3,7 +3,7 @@
     magic  sizes     header                                         arrays
     JSPH   u32, u32  {"kind": "enqueue", ..., "shapes": [[1, 38]]}  i32, little-endian
 
-Nothing that is received is executed or unpickled.
+Received data is never executed or unpickled.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ MAGIC = b"JSPH"
 PREFIX = struct.Struct("!4sII")
 MAX_HEADER, MAX_ARRAYS = 1 << 22, 1 << 28  # bytes
 INT32 = np.dtype("<i4")
-SHARED_CALLS = ("ensure", "prepare", "switch", "drop")  # that every host runs
-KEEPALIVE_SECONDS = 20  # a host that is silent so long is lost
+SHARED_CALLS = ("ensure", "prepare", "switch", "drop")  # calls that every host runs
+KEEPALIVE_SECONDS = 20  # silence after which a host is lost
 
 
 class FrameError(JspecError):
-    """Raised for bytes that are no frame: the other end is no jspec."""
+    """Raised for bytes that are not a frame of jspec."""
 
 
 class Frame(NamedTuple):
@@ -93,7 +93,7 @@ class FrameSocket:
             self._socket.sendall(frame)
 
     def receive(self) -> Frame:
-        """Raises EOFError or OSError at the connection's end, FrameError for other bytes."""
+        """Return the next frame. Raises EOFError, OSError or, for other bytes, FrameError."""
         magic, header_bytes, array_bytes = PREFIX.unpack(self._read(PREFIX.size))
         if magic != MAGIC or header_bytes > MAX_HEADER or array_bytes > MAX_ARRAYS:
             raise FrameError(f"a frame begins with {magic!r}; expected {MAGIC!r}")
@@ -134,7 +134,7 @@ def frame_of(message: Enqueue | Call, *, in_order: bool = False) -> Frame:
 
 
 def message_of(frame: Frame, programs: dict[str, ProgramKey]) -> Enqueue | Call:
-    """Raises FrameError. programs: all that may be named."""
+    """Return a frame's message. programs: all that it may name. Raises FrameError."""
     fields = frame.fields
     try:
         if frame.kind == "enqueue":

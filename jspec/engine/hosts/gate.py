@@ -1,4 +1,4 @@
-"""The port at which the other hosts arrive, before each start of their runner processes."""
+"""The port where the other hosts connect before each start of their runner processes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jspec.engine.hosts.handshake import Identity, RefusedError, receive_guest
 from jspec.errors import ConfigError, EngineClosedError, JspecError, RunnerError
 
 log = logging.getLogger("jspec.engine")
-GREETING_SECONDS = 10.0  # then a connection that says nothing is closed
+GREETING_SECONDS = 10.0  # after which a silent connection is closed
 POLL_SECONDS = 0.2
 
 
@@ -41,10 +41,10 @@ class Gate:
         self._listening.settimeout(POLL_SECONDS)
 
     def gather(self) -> dict[int, FrameSocket]:
-        """Wait until all other hosts are there; return their connections by rank.
+        """Wait for all other hosts and return their connections by rank.
 
-        Raises ConfigError for a host that may not follow, or, as RunnerError once the engine has
-        run, for one that does not come in time. The hosts that are there get the error too.
+        Raises ConfigError for a host that may not follow or comes too late; once the engine has
+        run, a late host raises RunnerError. Connected hosts get the error too.
         """
         self._members, self._refused = {}, None
         deadline = time.monotonic() + self.place.timeout
@@ -66,9 +66,9 @@ class Gate:
         return dict(sorted(self._members.items()))
 
     def dismiss(self, members: dict[int, FrameSocket], error: JspecError | None) -> None:
-        """Close connections. The hosts end with an error of the first start, or come again.
+        """Close connections. The hosts end with an error of the first start, or connect again.
 
-        They end without an error if the engine is being closed.
+        If the engine is being closed, they end without an error.
         """
         for member in members.values():
             with suppress(OSError):
@@ -138,5 +138,5 @@ class Gate:
             former = self._members.get(rank)
             self._members[rank] = channel
             self._arrived.notify()
-        if former is not None:  # it has started again while others were awaited
+        if former is not None:  # the host restarted while others were awaited
             former.close()

@@ -1,11 +1,11 @@
-"""How a host proves that it has the token, and that it would run the same engine.
+"""The handshake of hosts: each proves its token and that it would run the same engine.
 
     host 0     challenge  nonce
     follower   hello      rank, its own nonce, its identity, and a MAC of them and the challenge
     host 0     welcome    a MAC of both nonces; or `refused` and the reason
     host 0     begin      once all hosts are there
 
-The token is never sent. Frames after it are neither signed nor encrypted: the network is private.
+The token is never sent. Later frames are neither signed nor encrypted: the network is private.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def token_in(environ: Mapping[str, str]) -> bytes:
 
 
 def identity_of(args: EngineArgs, *, count: int) -> dict[str, Any]:
-    """Return what must be equal on all hosts, by the name that an error gives it."""
+    """Return what must be equal on all hosts, by the name that errors use."""
     paths = resolve_paths(args)
     shared = (each.name for each in fields(EngineArgs) if each.name not in OWN_ARGUMENTS)
     found = {
@@ -75,7 +75,7 @@ def _digest(directory: Path | None) -> str:
 
 
 def difference(own: Identity, other: Identity) -> str | None:
-    """Return the first thing in which another host differs: "jspec 0.1; expected 0.2"."""
+    """Return the first difference of another host: "jspec 0.1; expected 0.2"."""
     for name, expected in own.items():
         if other.get(name) != expected:
             return f"{name} {other.get(name)!r}; expected {expected!r}, as host 0 has"
@@ -83,7 +83,7 @@ def difference(own: Identity, other: Identity) -> str | None:
 
 
 def greet(channel: FrameSocket, token: bytes, rank: int, identity: Identity) -> None:
-    """Say hello to host 0, and check that it has the token. Raises ConfigError if refused."""
+    """Send hello to host 0, and check that it has the token. Raises ConfigError if refused."""
     challenge = channel.receive()
     nonce, theirs = secrets.token_hex(16), str(challenge.fields.get("nonce"))
     said = {"rank": rank, "nonce": nonce, "identity": identity}
@@ -100,7 +100,7 @@ def greet(channel: FrameSocket, token: bytes, rank: int, identity: Identity) -> 
 
 
 class RefusedError(Exception):
-    """A jspec that may not follow. Its start fails, and so does this one."""
+    """Raised for a jspec host that may not follow. Its start fails, and so does this one."""
 
     def __init__(self, rank: int, why: str) -> None:
         super().__init__(rank, why)
@@ -108,9 +108,9 @@ class RefusedError(Exception):
 
 
 def receive_guest(channel: FrameSocket, token: bytes, identity: Identity) -> int:
-    """Return the rank of the host that has connected, after it has proved the token.
+    """Return the rank of the connected host after it has proved the token.
 
-    Raises RefusedError for a jspec of another token or identity, FrameError for anything else.
+    Raises RefusedError for a jspec with another token or identity, FrameError for anything else.
     """
     nonce = secrets.token_hex(16)
     channel.send("challenge", nonce=nonce)

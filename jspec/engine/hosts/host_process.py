@@ -1,4 +1,4 @@
-"""The runner process of host 0 with those of the other hosts, which run what it runs."""
+"""The runner process of host 0, with the processes of the other hosts, which mirror it."""
 
 from __future__ import annotations
 
@@ -38,22 +38,20 @@ ERRORS = {kind.__name__: kind for kind in (CheckpointError, ConfigError)}
 
 
 class Member:
-    """Another host: its connection, and the thread that receives what it says."""
-
     def __init__(
         self, rank: int, channel: FrameSocket, on_loss: Callable[[JspecError], None]
     ) -> None:
         self.rank, self.channel = rank, channel
         self.ended = threading.Event()
         self._on_loss = on_loss
-        # Answers to calls among steps, and to others: two threads may wait.
+        # Answers to calls among steps, and to other calls, since two threads may wait.
         self._said: dict[bool, queue.SimpleQueue[Frame | None]] = {
             in_order: queue.SimpleQueue() for in_order in (False, True)
         }
         threading.Thread(target=self._listen, name=f"jspec-host-{rank}", daemon=True).start()
 
     def next(self, *, in_order: bool = False) -> Frame | None:
-        """Wait for the next answer; None: the host was lost."""
+        """Wait for the next answer; None means that the host was lost."""
         frame = self._said[in_order].get()
         if frame is None:
             self._said[in_order].put(None)  # also for a later call
@@ -76,9 +74,9 @@ class Member:
 
 
 class HostsProcess(EngineProcess):
-    """An EngineProcess on every host: what is sent to it goes to all of them, in one order.
+    """An EngineProcess on every host: each message goes to all of them, in one order.
 
-    The loss of any host kills the own process: a step that waits for that host would not end.
+    Losing a host kills the own process, since a step that waits for that host would not end.
     """
 
     def __init__(self, args: EngineArgs, *, on_end: Callable[[str], None], gate: Gate) -> None:
@@ -139,7 +137,7 @@ class HostsProcess(EngineProcess):
         return super().read(number)._replace(programs=None)  # `ensure` says which ones all have
 
     def call_in_order(self, name: str, *args: Any) -> Any:
-        """Raises the error of all hosts; what only some of them did loses them all."""
+        """Raise the error of all hosts. If only some hosts fail, all are lost."""
         with self._reading:
             failed: JspecError | None = None
             try:
@@ -196,7 +194,6 @@ class HostsProcess(EngineProcess):
         return answer
 
     def _answers(self, *, in_order: bool = False) -> dict[int, str | None]:
-        """Return each other host's error; None: it did the same."""
         found = {}
         for member in self._members:
             said = member.next(in_order=in_order)

@@ -1,4 +1,4 @@
-"""Detection of a TPU slice of several hosts, by what jax.distributed reads."""
+"""Detection of a TPU slice of several hosts, with jax's own cluster detection."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from jspec.config.hosts import HostPlace, check_served, given_place
 from jspec.errors import ConfigError
 
 log = logging.getLogger("jspec.engine")
-PORT = 8470  # of the channel on a slice; the next one is jax's coordinator
+PORT = 8470  # of the channel on a slice; jax's coordinator has the next one
 
 
 def place_of(args: EngineArgs) -> HostPlace | None:
-    """Return this process's place as given, or in its TPU slice; None for a single host."""
+    """Return this process's place, as given or in its TPU slice; None for a single host."""
     if args.nnodes is not None or args.dist_init_addr is not None:
         return given_place(args)
     found = _slice()

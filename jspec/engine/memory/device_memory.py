@@ -1,4 +1,4 @@
-"""Device memory. Imports no jax, whose share of a GPU must be set before it starts."""
+"""Device memory. Imports no jax, since a GPU's memory share must be set before jax starts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class MemoryDevice(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """Bytes of one device: `limit` is what jax may use."""
+    """Bytes of one device; `limit` is what jax may use."""
 
     limit: int
     in_use: int
@@ -60,10 +60,8 @@ def least_memory(devices: Sequence[MemoryDevice]) -> DeviceMemory | None:
 
 
 def pool_bytes(devices: Sequence[MemoryDevice], fraction: float) -> int | None:
-    """Return the bytes for the KV pool on all devices together, after the weights are loaded.
-
-    Equal parts, so the device with the least free of `fraction` of its limit decides.
-    """
+    """Return the bytes for the KV pool on all devices together, after the weights are loaded."""
+    # The parts are equal, so the device with the least memory left determines them.
     rooms = []
     for device in devices:
         memory = least_memory([device])

@@ -1,6 +1,6 @@
 """Device memory by use, and a check that the programs' scratch fits into the rest.
 
-Without it an engine would start, and fail at the first long prompt or full batch.
+Without the check, an engine would start and then fail at the first long prompt or full batch.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from jspec.errors import ConfigError
 
 
 def bytes_each(arrays: Any) -> int:
-    """Return the bytes of a tree of arrays on the device that holds most of them."""
+    """Return the bytes of a tree of arrays on the device that has most of them."""
     by_device: dict[Any, int] = {}
     for array in jax.tree.leaves(arrays):
         for shard in array.addressable_shards:
@@ -29,7 +29,7 @@ def bytes_each(arrays: Any) -> int:
 def held_bytes(
     params: Mapping[str, Any], state: Any = None, *, shares: Collection[str]
 ) -> dict[str, int]:
-    """Return bytes per device of the weights by model and, with a state, of its parts."""
+    """Return bytes per device of each model's weights and, with a state, of its parts."""
     own = {name: part for name, part in params["draft"].items() if name not in shares}
     held = {"the target's weights": bytes_each(params.get("target"))}
     held["the draft's weights"] = bytes_each(own)
@@ -41,7 +41,7 @@ def held_bytes(
 
 
 def scratch_bytes(executables: Mapping[ProgramKey, Any]) -> dict[ProgramKey, int]:
-    """Return each program's scratch bytes per device, where the backend knows them."""
+    """Return each program's scratch bytes per device, where the backend reports them."""
     found = {}
     for key, executable in executables.items():
         try:
@@ -83,5 +83,4 @@ def check_scratch_fits(
 
 
 def listed(held: Mapping[str, int]) -> str:
-    """Format as "the target's weights (14.9 GiB), KV pools (50.1 GiB)"."""
     return ", ".join(f"{name} ({gib(size)})" for name, size in held.items() if size)

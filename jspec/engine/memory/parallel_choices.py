@@ -1,8 +1,8 @@
-"""The ways to split a model over devices: bytes of each device, and the least time of a step.
+"""Ways to split a model over devices, with bytes per device and a lower bound of step times.
 
-A step is one token of plain decoding for each row. Its time is the longer of reading (weights once,
-experts that are used, KV) and of the products, plus the all-reduces. It is a lower bound, and made
-to compare layouts.
+A step is one token of plain decoding for each row. Its time is the larger of the time for reading
+(weights once, used experts, KV) and for products, plus the all-reduces. It serves to compare
+layouts.
 """
 
 from __future__ import annotations
@@ -21,16 +21,14 @@ from jspec.spec.cache_groups import CacheGroup, cache_bytes, slot_groups
 from jspec.spec.model_spec import AttentionSpec, ModelSpec, MoESpec
 from jspec.spec.weight_format import itemsize, num_bytes
 
-CLOSE = 1.03  # of times within this the one with fewer devices an engine is chosen
+CLOSE = 1.03  # among times within this factor, the one with fewer devices per engine is chosen
 NOT_READ = (Init.TABLE, Init.IDS)  # tables, which are indexed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Served:
-    """A target with its draft, if any."""
-
     spec: ModelSpec
-    groups: tuple[CacheGroup, ...]  # of both
+    groups: tuple[CacheGroup, ...]  # of both models
     tables: Callable[[int], tuple[ParamTable, ParamTable]]  # of both, by the tensor degree
     dtype: str
 
@@ -41,7 +39,7 @@ class Served:
 
     @property
     def num_kv_heads(self) -> int:
-        """Return the fewest of a layer: more shards repeat them. 1 for latents."""
+        """The smallest number of KV heads of a layer, 1 for latents. More shards repeat heads."""
         mixers = (layer.attention for layer in self.spec.layers)
         attentions = (each for each in mixers if isinstance(each, AttentionSpec))
         heads = (1 if isinstance(a.cache_entry, Latent) else a.num_kv_heads for a in attentions)
@@ -63,22 +61,18 @@ class Load:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Split:
-    """How one engine is split over tensor * data devices.
+    """The split of one engine over tensor * data devices."""
 
-    tensor: shards of heads, MLPs and the vocabulary. data: ranks, each with its own rows.
-    whole_experts: every device has some of the experts, instead of a part of each.
-    """
-
-    tensor: int = 1
-    data: int = 1
-    whole_experts: bool = False
+    tensor: int = 1  # shards of heads, MLPs and the vocabulary
+    data: int = 1  # ranks, each with its own rows
+    whole_experts: bool = False  # each device has some of the experts, not a part of each
 
     @property
     def num_devices(self) -> int:
         return self.tensor * self.data
 
     def flags(self, *, num_hosts: int) -> str:
-        """Return flags of jspec serve. On several hosts each has its own --node-rank as well."""
+        """Return flags of jspec serve. Each of several hosts also needs its own --node-rank."""
         words = [f"--tp-size {self.num_devices}"]
         words += [f"--dp-size {self.data} --enable-dp-attention"] * (self.data > 1)
         words += [f"--ep-size {self.num_devices}"] * self.whole_experts
@@ -88,7 +82,7 @@ class Split:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """One layout. Sizes are of a device or an engine, rates of all engines at the given load."""
+    """One layout. Sizes are per device or engine, rates over all engines at the given load."""
 
     flags: str
     devices: int  # of an engine
@@ -103,7 +97,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Advice:
-    choices: tuple[Choice, ...]  # those that fit, with few devices an engine first
+    choices: tuple[Choice, ...]  # those that fit, fewest devices per engine first
     fastest: Choice  # most tokens per second of all requests
     quickest: Choice  # least milliseconds per token of a single request
 
@@ -119,7 +113,7 @@ def advise(served: Served, group: DeviceGroup, load: Load, *, fraction: float) -
             try:
                 engine = Engine(served, split, group)
                 least = min(least, engine.weight_bytes)
-            except ConfigError:  # heads or widths that cannot be divided so
+            except ConfigError:  # heads or widths are not divisible
                 continue
             if engine.kv_tokens(fraction) >= split.data * load.context:
                 found.append(_choice(engine, load, fraction))
@@ -148,7 +142,7 @@ def splits(served: Served, num_devices: int) -> Iterator[Split]:
     if moe is None or num_devices == 1 or moe.num_experts % num_devices:
         return
     yield Split(tensor=num_devices, whole_experts=True)
-    for tensor in sorted({1, heads}):  # each device has its own KV of its own rows
+    for tensor in sorted({1, heads}):  # no KV head is repeated
         if tensor < num_devices and num_devices % tensor == 0:
             yield Split(tensor=tensor, data=num_devices // tensor, whole_experts=True)
 
@@ -175,7 +169,7 @@ def _choice(engine: Engine, load: Load, fraction: float) -> Choice:
 
 @dataclass(frozen=True)
 class Engine:
-    """Bytes and times of one engine. Raises ConfigError if the model cannot be split so."""
+    """Bytes and times of one engine. Raises ConfigError if the model cannot be split like this."""
 
     served: Served
     split: Split
@@ -191,7 +185,6 @@ class Engine:
         return of_draft + sum(size for _, size, _ in self._parts)
 
     def _part(self, weight: ParamSpec) -> tuple[int, float]:
-        """Return the bytes of a weight on each device, and its numbers there."""
         tensor, format = self.split.tensor, weight.format_in(self.served.dtype)
         if "experts" in weight.axes and self.split.whole_experts:
             shape, ways = weight.shape, self.split.num_devices
@@ -214,7 +207,7 @@ class Engine:
         )
 
     def kv_tokens(self, fraction: float) -> int:
-        """Return the tokens of all ranks, if layers with a window kept everything."""
+        """Return the tokens of all ranks, if window layers kept everything."""
         states = slot_groups(self.served.groups)
         paged = tuple(each for each in self.served.groups if each not in states)
         layout, tensor = self._layout(self.split.tensor), self.split.tensor
@@ -224,7 +217,7 @@ class Engine:
         return self.split.data * int(max(room, 0) // of_token) if of_token else int(room > 0)
 
     def step_seconds(self, rows: int, context: int) -> float:
-        """Return the least seconds of a step of the target with `rows` in all ranks."""
+        """Return a lower bound of the target's step time with `rows` over all ranks."""
         local = -(-rows // self.split.data)  # rows of a device
         read, flops = float(local * self._cache_read(context)), 0.0
         for weight, size, numbers in self._parts:
@@ -246,11 +239,9 @@ class Engine:
         return next(ffn for ffn in ffns if isinstance(ffn, MoESpec))
 
     def _used_experts(self, moe: MoESpec, tokens: int) -> float:
-        """Return how many experts are read, as if all devices read as many as the busiest one.
-
-        Uniformly drawn tokens use a mean m of each device's experts, and the busiest of n devices
-        about m + sqrt(2 m log n).
-        """
+        """Return the number of experts read if all devices read as many as the busiest one."""
+        # Uniformly drawn tokens use a mean m of each device's experts, and the busiest of n devices
+        # about m + sqrt(2 m log n).
         used = moe.num_experts * (1 - (1 - moe.top_k / moe.num_experts) ** tokens)
         if not self.split.whole_experts:
             return used
@@ -259,7 +250,6 @@ class Engine:
         return n * min(mean + math.sqrt(2 * mean * math.log(n)), moe.num_experts / n)
 
     def _cache_read(self, context: int) -> float:
-        """Return the bytes that a device reads for one row, of the target's and draft's caches."""
         layout, tensor = self._layout(self.split.tensor), self.split.tensor
         return (
             sum(
@@ -272,7 +262,7 @@ class Engine:
         )
 
     def _sum_seconds(self, rows: int, local: int) -> float:
-        """Return the time of all-reduces: two a layer, over the devices that share its products."""
+        """Return the time of all-reduces: two per layer, over the devices that share it."""
         spec, width = self.served.spec, itemsize(self.served.dtype)
         total = 0.0
         for layer in spec.layers:

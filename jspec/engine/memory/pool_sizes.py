@@ -34,11 +34,10 @@ from jspec.spec.model_spec import AttentionSpec, ModelSpec
 
 log = logging.getLogger(__name__)
 
-# Without a known memory limit (a CPU), the pool gives every slot full context, up to this.
-CPU_POOL_BYTES = 1 << 30
+CPU_POOL_BYTES = 1 << 30  # limit of the pool where the memory is unknown
 # With a prefix cache, a window space also has pages for the ends of this many finished texts per
-# slot, where their next turns start; but at most 1/MOST_FOR_TAILS of the pages that pools of all
-# layers together would have.
+# slot, where their next turns start. They are at most 1/MOST_FOR_TAILS of the pages that pools of
+# all layers together would have.
 TAILS_PER_SLOT = 4
 MOST_FOR_TAILS = 8
 # With a prefix cache, recurrent layers have this many snapshots of states per slot, but at most
@@ -52,16 +51,15 @@ NO_WEIGHTS: Mapping[str, int] = {}
 
 def size_pool(
     config: ResolvedConfig,
-    groups: tuple[CacheGroup, ...],
+    groups: tuple[CacheGroup, ...],  # the caches of target and drafter
     *,
-    devices: Sequence[MemoryDevice],
+    devices: Sequence[MemoryDevice],  # of one data rank
     ops: Ops,
-    weights: Mapping[str, int] = NO_WEIGHTS,
+    weights: Mapping[str, int] = NO_WEIGHTS,  # byte counts for `no_pool_error`
 ) -> ServeLimits:
     """Return the engine's static sizes, with as many pages as the loaded weights leave.
 
-    devices: those of one data rank. groups: what target and drafter cache per token. weights: byte
-    counts for `no_pool_error`. Raises ConfigError if one request does not fit.
+    Raises ConfigError if one request does not fit.
     """
     page_size, num_slots = config.page_size, config.max_running_requests // config.dp_size
     limits = ServeLimits(
@@ -112,11 +110,9 @@ def _sized(
     layout: CacheLayout,
     weights: Mapping[str, int],
 ) -> ServeLimits:
-    """Return `limits`, which has the most useful page count, with the pages that fit.
-
-    max_total_tokens are usable tokens of the full space. The scratch after them is extra, for one
-    row: the last one that runs when pages are short.
-    """
+    """Return `limits` with the pages that fit; they come with the largest useful number."""
+    # max_total_tokens are usable tokens of the full space. The pool also has the scratch of one
+    # row: the last one that runs when pages are short.
     page_size, of_page = limits.pool.page_size, partial(cache_bytes, layout=layout)
     states = slot_groups(groups)
     groups = tuple(group for group in groups if group not in states)
@@ -173,10 +169,10 @@ def _snapshots(pool: PoolLimits, pool_bytes: int, of_snapshot: int) -> SnapshotL
 def _window_spaces(
     limits: ServeLimits, groups: tuple[CacheGroup, ...], *, as_one: int
 ) -> tuple[WindowSpace, ...]:
-    """Return a space for each window that gains by one: pages for all slots, or what memory allows.
+    """Return a space for each window that saves memory: pages for all slots, or what fits.
 
-    With a prefix cache they include the ends of finished texts (TAILS_PER_SLOT). as_one: pages of
-    the pools if all layers cached everything; it bounds every window, so that the full space never
+    With a prefix cache, they include the ends of finished texts (TAILS_PER_SLOT). as_one: pages of
+    the pools if all layers cached everything. It bounds every window, so that the full space never
     shrinks. A window as long as the context, or too large for one row, stays in the full space.
     """
     of_chunks = limits.pages_of_chunks(limits.programs.chunk_size)
@@ -194,9 +190,9 @@ def _window_spaces(
 
 
 def sharing_limits(config: ResolvedConfig, target: ModelSpec, ops: Ops) -> SharingLimits | None:
-    """Return when decodes share prefix reads; None: never.
+    """Return when decodes share prefix reads; None if they never do.
 
-    They need a prefix cache, and a kernel in `ops` that reads a prefix for two rows at once.
+    Sharing needs a prefix cache, and a kernel in `ops` that reads a prefix for two rows at once.
     """
     is_off = config.disable_radix_cache or config.disable_cascade_attn
     mixers = (layer.attention for layer in target.layers)
@@ -223,7 +219,7 @@ def sharing_limits(config: ResolvedConfig, target: ModelSpec, ops: Ops) -> Shari
 
 
 def _pages_of_context(config: ResolvedConfig) -> int:
-    """Return the pages of a row at full context: with 64 more tokens, or its scratch."""
+    """Return the pages of a row at full context, with 64 more tokens or its scratch."""
     context, page_size = config.context_length, config.page_size
     roomy = (context + 64) // page_size
     scratch = config.speculative.num_scratch_pages(page_size)

@@ -1,4 +1,4 @@
-"""The server's view of the engine process: start, calls, steps, watching, end."""
+"""The server's side of the engine process: start, calls, steps, watching, end."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ END_SECONDS = 5.0
 
 
 class EngineProcess:
-    """One engine process. on_end: gets the reason, from a thread, if it ends unexpectedly."""
+    """One engine process. on_end gets the reason, on a thread, if it ends unexpectedly."""
 
     def __init__(
         self, args: EngineArgs, *, on_end: Callable[[str], None], place: HostPlace | None = None
@@ -52,7 +52,7 @@ class EngineProcess:
                 pass_fds=numbers,
                 stdin=subprocess.DEVNULL,
                 env=child_environment(),
-                start_new_session=True,  # a terminal's Ctrl-C is for the server alone
+                start_new_session=True,  # a terminal's Ctrl-C must reach only the server
             )
         root = logging.getLogger()
         settings = settings_of((*SETTINGS, *PLATFORM_SETTINGS))
@@ -83,7 +83,7 @@ class EngineProcess:
                 return message
 
     def call(self, name: str, *args: Any) -> Any:
-        """Call a method of `engine_process.Calls`; raise its error. Thread-safe, serialized."""
+        """Call a method of `engine_process.Calls` and raise its error. Thread-safe, serialized."""
         with self._calling:
             try:
                 self._control.send(Call(name, args))
@@ -115,7 +115,7 @@ class EngineProcess:
         return output
 
     def call_in_order(self, name: str, *args: Any) -> Any:
-        """Like `call`, after the programs that were sent before it and before those after it."""
+        """Like `call`, but between the programs sent before and after it."""
         with self._reading:
             self.send(Call(name, args))
             answer = self.receive()
@@ -124,7 +124,7 @@ class EngineProcess:
         return answer
 
     def receive(self) -> Output | Answer:
-        """Receive what a Read or a Call gives. Raises RunnerError as `read` does."""
+        """Receive the answer to a Read or a Call. Raises RunnerError like `read`."""
         message = self._receive(self.steps)
         if isinstance(message, Failed):
             raise RunnerError(f"the engine failed: {message.text}")
@@ -144,7 +144,7 @@ class EngineProcess:
             raise RunnerError(self.why_ended()) from error
 
     def why_ended(self) -> str:
-        """Describe how the process ended; it has closed its pipes, so it is about to exit."""
+        """Describe how the process ended. It has closed its pipes, so it is about to exit."""
         try:
             status = self._process.wait(END_SECONDS)
         except subprocess.TimeoutExpired:
@@ -153,7 +153,6 @@ class EngineProcess:
         return f"the engine's process {self._process.pid} was ended {how}"
 
     def kill(self) -> None:
-        """Kill the process. Thread-safe; may be called more than once."""
         self._is_ending = True
         self._process.kill()
 

@@ -4,7 +4,7 @@ Run as `python -m jspec.engine.process.engine_process FD FD`.
 
 It runs packed steps for a server in another process (`process_runner`), which plans, detokenizes
 and serves clients. It exits when its pipes close, so it never outlives the server, and after any
-step error, because the device state cannot be trusted afterwards; the server starts a new one.
+step error, since the device state is then unreliable; the server starts a new one.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class Calls:
         self._weights.switch(prepared)
 
     def drop(self) -> None:
-        """Forget what was prepared: another host could not."""
+        """Forget the prepared weights, because another host could not prepare them."""
         self._prepared = None
 
     def tensor(self, name: str, model: Model | None) -> Any:
@@ -160,7 +160,7 @@ class Calls:
     @staticmethod
     def end_after(answer: Any) -> None:
         if isinstance(answer, Failed) and isinstance(answer.error, EngineClosedError):
-            os._exit(1)  # the state that is left cannot run a step
+            os._exit(1)  # the remaining state cannot run a step
 
 
 def end_with(control: Connection, built: threading.Event) -> None:
@@ -173,7 +173,7 @@ def end_with(control: Connection, built: threading.Event) -> None:
 
 
 def join_hosts(place: HostPlace) -> None:
-    """Make the devices of all hosts those of jax. Waits until all of them are there."""
+    """Join the devices of all hosts in jax, once all hosts are there."""
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.config.update("jax_enable_preemption_service", False)  # it takes SIGTERM
     jax.distributed.initialize(

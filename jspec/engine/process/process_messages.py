@@ -1,4 +1,4 @@
-"""Messages between a server and its engine process: one i32 array each way per step, and calls."""
+"""Messages between a server and its engine process: arrays of steps, and calls."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Started:
 
 
 class Progressed(NamedTuple):
-    """A program is ready: the arguments of `compilation.Progress`."""
+    """A program is ready; the arguments of `compilation.Progress`."""
 
     done: int
     total: int
@@ -47,7 +47,7 @@ class Progressed(NamedTuple):
 
 
 class Enqueue(NamedTuple):
-    number: int  # for a Read (is_read) or as operand of later programs (is_kept)
+    number: int  # names the output, for a Read (is_read) or later programs (is_kept)
     program: str
     operands: tuple[np.ndarray | int, ...]
     is_read: bool
@@ -61,11 +61,11 @@ class Read(NamedTuple):
 
 class Output(NamedTuple):
     array: np.ndarray
-    programs: dict[ProgramKey, float | None] | None  # as Started's; None: not changed
+    programs: dict[ProgramKey, float | None] | None  # like Started's; None: not changed
 
 
 class Call(NamedTuple):
-    """A rare call, by method name of `engine_process.Calls`."""
+    """A rare call of a method of `engine_process.Calls`."""
 
     name: str
     args: tuple[Any, ...]
@@ -82,6 +82,6 @@ class Failed(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """The end of a Call that came among steps."""
+    """The answer to a Call that was sent among steps."""
 
     failed: Failed | None = None

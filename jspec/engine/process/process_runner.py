@@ -1,7 +1,7 @@
 """A runner whose devices, weights and state are in a separate process (`engine_process`).
 
-A device error or a signal ends that process but not the server: `restart` starts another one. Steps
-cross as one packed array each way (`plan_runner`); plans stay here.
+A device error or a signal ends that process but not the server; `restart` starts another one. Plans
+stay here; packed arrays (`plan_runner`) cross.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class ProcessRunner(PlanRunner):
         self._learn(started.programs)
         self._process = process
         self._started = started
-        # A restart must not choose another pool size because other memory is free then.
+        # A restart must not choose another pool size because of other free memory.
         self._args = replace(args, max_total_tokens=started.limits.max_total_tokens)
         self._ends = ends
         self._launch, self._gate = launch, gate
@@ -80,7 +80,7 @@ class ProcessRunner(PlanRunner):
     ) -> ProcessRunner:
         """Start the process, with those of the other hosts if `place` is that of host 0.
 
-        Raises the errors of `building.build_runner`, and ConfigError for hosts that do not fit.
+        Raises the errors of `building.build_runner`, and ConfigError for hosts that do not match.
         """
         ends, gate = Ends(), None
         launch: Launch = partial(EngineProcess, on_end=ends)
@@ -112,7 +112,6 @@ class ProcessRunner(PlanRunner):
         return self._process.process_id
 
     def watch(self, on_end: Callable[[str], None]) -> None:
-        """Set the callback for unexpected ends of the process; it is called from a thread."""
         self._ends.tell = on_end
 
     @property
@@ -141,9 +140,9 @@ class ProcessRunner(PlanRunner):
         self._programs = ReadyPrograms.of_measured(programs)
 
     def _grow_together(self) -> None:
-        """Build the programs of later turns in a thread, each on all hosts before it is used.
+        """Build later programs in a thread, each on all hosts before it is used.
 
-        The runner process of a single host builds them itself.
+        On a single host, its process builds them itself.
         """
         if self._gate is None:
             return
@@ -280,8 +279,6 @@ class ProcessRunner(PlanRunner):
 
 
 class Ends:
-    """A callback for the end of a process; its receiver is set after the first start."""
-
     def __init__(self) -> None:
         self.tell: Callable[[str], None] = lambda _: None
 

@@ -24,7 +24,7 @@ NICE = 10  # serving has priority
 
 
 def build(task: BuildTask, *, told: IO[str]) -> None:
-    """Compile and store a task's programs. Raises ConfigError if they would not be the engine's."""
+    """Compile and store a task's programs. Raises ConfigError if the engine's would differ."""
     for name, value in task.settings.items():
         jax.config.update(name, value)
     devices = {device.id: device for device in jax.devices()}

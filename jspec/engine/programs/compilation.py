@@ -1,4 +1,4 @@
-"""Ahead-of-time compilation of an engine's programs: a dispatch never compiles."""
+"""Ahead-of-time compilation of an engine's programs, so that a dispatch never compiles."""
 
 from __future__ import annotations
 
@@ -119,11 +119,9 @@ def _entry(
 
 
 def of_rank(entry: Callable[..., Any]) -> Callable[..., Any]:
-    """Run an entry in a shard_map, on its data rank's part of the arrays after params and state.
-
-    Features of width 0 are returned as new arrays: jaxlib 0.11.2 crashes while it compiles a
-    program over several devices that returns an array without elements as it came.
-    """
+    """Run an entry in a shard_map, on its data rank's part of the arrays after params and state."""
+    # Arrays without elements are returned as new arrays, since jaxlib 0.11.2 crashes while it
+    # compiles a program over several devices that returns such an array unchanged.
 
     def run(params: Any, state: Any, *arrays: Any) -> Any:
         own = jax.tree.map(lambda x: jax.lax.squeeze(x, (0,)), arrays)
@@ -140,18 +138,19 @@ def compiler_options(
     *,
     platform: str,
     ops: Ops,
-    has_fp8: bool = False,
-    is_recurrent: bool = False,
+    has_fp8: bool = False,  # some weights are in fp8
+    is_recurrent: bool = False,  # some of the target's layers are
 ) -> dict[str, Any]:
-    """Return XLA options that differ from the defaults, each for a measured reason.
+    """Return XLA options that differ from the defaults, including those of the kernels.
 
-    On a GPU no rematerialization: it counts a donated pool twice, finds no memory, and computes
-    whole products a second time. In decoding no dot-strength-reduction: it turns a product of one
-    row and less than ten million weights into a multiplication that writes one value per weight and
-    a sum that reads them again (`out` of Qwen3-30B-A3B, 4096 x 2048). With recurrent layers no
-    dot-merger: it joins the products that read one array by copying their weights side by side in
-    every step (of a delta net's three 101 MB, 53 us of 270). Plus the kernels' own.
-    has_fp8: some weights are in fp8. is_recurrent: some of the target's layers are.
+    On a GPU these passes are disabled, each because of a measurement:
+
+    rematerialization: it counts a donated pool twice and computes whole products a second time
+    dot-strength-reduction, in decoding: a product of one row and fewer than ten million weights
+        becomes a multiplication that writes one value per weight and a sum that reads them again
+        (`out` of Qwen3-30B-A3B, 4096 x 2048)
+    dot-merger, in decoding with recurrent layers: it joins products of one array by copying their
+        weights side by side in every step (of a delta net's three 101 MB, 53 us of 270)
     """
     if platform == "cpu":
         return {}
@@ -169,7 +168,7 @@ def compiler_options(
 
 
 def compile_with(lowered: jax.stages.Lowered, options: dict[str, Any]) -> Any:
-    """Compile with the `options` that this compiler knows; all affect only speed."""
+    """Compile with those `options` that this compiler knows; all affect only speed."""
     try:
         return lowered.compile(compiler_options=options)
     except jax.errors.JaxRuntimeError as error:
@@ -186,9 +185,9 @@ def _abstract(tree: Any) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """All inputs of an engine's programs; weights and state are shapes. It can be pickled.
+    """All inputs of an engine's programs, with weights and state as shapes. It can be pickled.
 
-    It gives the same ProgramStore names in every process with the same surroundings.
+    It gives the same ProgramStore names in every process with the same environment.
     """
 
     program: StepProgram
@@ -198,7 +197,7 @@ class Recipe:
 
     @classmethod
     def of(cls, program: StepProgram, limits: ServeLimits, *, params: Any, state: Any) -> Recipe:
-        """Make a recipe. params, state: arrays or abstract ones; the recipe keeps no array."""
+        """Make a recipe. params, state: arrays, of which none is kept, or abstract ones."""
         return cls(program=program, limits=limits, params=_abstract(params), state=_abstract(state))
 
     def parts(self, key: ProgramKey, *, mesh: Mesh) -> tuple[ProgramShape, Any, dict[str, Any]]:
@@ -247,9 +246,10 @@ def compile_all(
 ) -> dict[ProgramKey, Any]:
     """Return the executables of `keys` (None: all that an engine wants).
 
-    Those in `store` are loaded, of the others those in `first` (None: all) compiled, several at
-    once. They are lowered one at a time, in order: a Pallas kernel's text contains where it was
-    first traced and how many came before it, so in another order jax's cache would not know it.
+    Programs in `store` are loaded. The others are compiled, several at once; with `first`, only
+    those in it. They are lowered one at a time, in order: a Pallas kernel's text contains where it
+    was first traced and how many came before it, so jax's cache would not recognize it in another
+    order.
     """
     # An error of this start must not keep weights alive.
     recipe = Recipe.of(program, limits, params=params, state=state)
@@ -257,7 +257,7 @@ def compile_all(
     keys = program_keys(limits) if keys is None else keys
     paths = recipe.paths(dict.fromkeys((*keys, *(first or ()))), mesh=mesh, store=store)
     if first is not None and not hosts.is_one_process(mesh):
-        keys = first  # what else a store has may differ between the hosts
+        keys = first  # the other programs in the stores may differ between hosts
     elif first is not None:
         stored = (key for key in keys if key in paths and paths[key].exists())
         keys = tuple(dict.fromkeys((*first, *stored)))
@@ -324,7 +324,7 @@ class _Making:
 
 
 def _wait(futures: list[Future[None]]) -> None:
-    """Wait for all; raise the first error. Polls, to notice an interrupt that was lost."""
+    """Wait for all and raise the first error. Polls, to notice an interrupt that was lost."""
     for future in futures:
         while not future.done():
             wait((future,), timeout=POLL_SECONDS)
@@ -338,7 +338,7 @@ _SWITCH = threading.Lock()
 
 @contextmanager
 def without_jax_cache(*, is_off: bool) -> Iterator[None]:
-    """Turn off jax's cache if `is_off`: an executable from it cannot always be serialized again."""
+    """Turn off jax's cache if `is_off`: its executables cannot always be serialized again."""
     if not is_off:
         yield
         return

@@ -1,7 +1,7 @@
 """A bucket that shares compiled programs between machines: gs://BUCKET/PATH, through gcsfs.
 
-Programs are named by a digest of all inputs. Any failure is a warning and costs a compilation. A
-fetched program is executed: the bucket must be as trustworthy as the code.
+Programs are named by a digest of all inputs. Failures are only warnings and cost a compilation.
+Fetched programs are executed, so the bucket must be as trustworthy as the code.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class ProgramBucket:
 
     @classmethod
     def named(cls, url: str) -> ProgramBucket:
-        """Raise ConfigError without a bucket name, or if gcsfs is not installed."""
+        """Return a bucket. Raises ConfigError without a name, or if gcsfs is not installed."""
         if not url.removeprefix(GS).strip("/"):
             raise ConfigError(f"compilation_cache_dir is {url!r}; expected {GS}BUCKET/PATH")
         try:

@@ -1,8 +1,8 @@
-"""Programs missing at the start: built while the engine serves, then swapped in.
+"""Programs missing at the start, which are built while the engine serves.
 
-Lowering holds Python's lock for a second or two per program, so a separate process does it and
-writes to the program store; a thread here loads the results. Without a second process (a TPU serves
-one) or a store, a thread builds them. The process exits when its standard input closes.
+Lowering holds the GIL for a second or two per program, so a separate process does it and writes to
+the program store; a thread here loads the results. Without a second process (a TPU serves one) or a
+store, a thread builds them. The process exits when its standard input closes.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 MODULE = "jspec.engine.programs.build_programs"
 PACKAGE_ROOT = Path(__file__).resolve().parents[3]
-# On a GPU the builder allocates memory for autotuning scratch only, from what the engine left free.
+# On a GPU the builder needs memory only for autotuning scratch, from what the engine left free.
 DEVICE_MEMORY = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.05"}
 PLATFORM_SETTINGS = ("jax_platforms", "jax_num_cpu_devices")
 PAUSE_SECONDS = 0.05  # between two programs made in this process
@@ -56,7 +56,7 @@ class Maker(Protocol):
     def __iter__(self) -> Iterator[Made]: ...
 
     def stop(self) -> None:
-        """End the iteration soon. Thread-safe and idempotent, also before the iteration."""
+        """End the iteration soon, even before its start. Thread-safe and idempotent."""
         ...
 
 
@@ -72,7 +72,7 @@ class ProgramGrowth:
         self._thread: threading.Thread | None = None
 
     def start(self, find_add: Callable[[], Callable[[ProgramKey, Any], None] | None]) -> None:
-        """Start. find_add: returns the function that takes a program; None: no more are wanted."""
+        """Start. find_add: returns the function that takes a program, or None to stop."""
         ready = self.num_wanted - self._num_later
         log.info("ready with %d of %d programs, the rest is being built", ready, self.num_wanted)
         self._thread = threading.Thread(
@@ -194,12 +194,10 @@ class BuildTask:
 
 
 class ProcessMaker:
-    """Compiles in another process, and loads each program once it is in the store."""
-
     def __init__(self, task: BuildTask, *, mesh: Mesh) -> None:
         self.task = task
         self._mesh = mesh
-        self._lock = threading.RLock()  # reentrant: a finalizer may stop it within its own thread
+        self._lock = threading.RLock()  # reentrant, since a finalizer on this thread may call stop
         self._process: subprocess.Popen[bytes] | None = None
         self._is_stopped = False
 
@@ -261,14 +259,13 @@ def child_environment() -> dict[str, str]:
 
 
 def tell(to: IO[bytes], task: BuildTask) -> None:
-    """Send the task and keep the pipe open. A process that ended early is seen by its status."""
+    """Send the task and keep the pipe open. If the process ended early, its status shows it."""
     with contextlib.suppress(BrokenPipeError):
         pickle.dump(task, to)
         to.flush()
 
 
 def close_quietly(pipe: IO[bytes]) -> None:
-    """Close a pipe; the final flush may hit a process that has ended."""
     with contextlib.suppress(BrokenPipeError):
         pipe.close()
 

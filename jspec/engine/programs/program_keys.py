@@ -1,4 +1,4 @@
-"""Which programs to compile, in which order, and which one runs a step of a plan."""
+"""The programs to compile, their order, and the choice of one for each step of a plan."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def program_keys(limits: ServeLimits) -> tuple[ProgramKey, ...]:
 
 
 def programs_on_demand(limits: ServeLimits, asked: StepOptions) -> tuple[ProgramKey, ...]:
-    """Return the additional programs that these options need, alone or batched with other rows."""
+    """Return the additional programs that these options need, alone or batched with others."""
     every = wanted_programs(limits)
     return tuple(key for key, _, needs in every if needs and needs <= asked.members)
 
@@ -38,8 +38,8 @@ def programs_on_demand(limits: ServeLimits, asked: StepOptions) -> tuple[Program
 def programs_at_start(limits: ServeLimits, when: str) -> tuple[ProgramKey, ...]:
     """Return the programs to compile before an engine serves.
 
-    when: "first": a few that serve every plan. "common": those of the engine's own shape, without
-    on-demand ones. "all": every program that any request can need.
+    when: "first" for a few that serve every plan; "common" for those of the engine's own shape,
+    except on-demand ones; "all" for every program that any request can need.
     """
     every = wanted_programs(limits)
     if when == "first":
@@ -56,7 +56,7 @@ def later_programs(limits: ServeLimits, ready: Iterable[ProgramKey]) -> tuple[Pr
 def describe_ready(
     limits: ServeLimits, ready: Iterable[ProgramKey], *, building: StepOptions = PLAIN
 ) -> tuple[str, ...]:
-    """Return lines on which programs are compiled, and when the others will be.
+    """Return lines on the compiled programs and on when the others will be compiled.
 
     building: options whose programs are being compiled for a request.
     """
@@ -77,7 +77,7 @@ def describe_ready(
 def nearest_program(needed: ProgramKey, ready: Iterable[ProgramKey]) -> ProgramKey:
     """Return the cheapest ready program that can run `needed`: smallest bucket, fewest options.
 
-    It has the same kind and shape, a bucket at least as large, and options that cover the needed
+    It has the same kind and shape, at least the needed bucket, and options that cover the needed
     ones. Ties go to the first of `ready`. Raises InvariantError if no program fits.
     """
     ready = tuple(ready)
@@ -104,8 +104,8 @@ def ready_shapes(
 ) -> tuple[SpeculativeConfig, ...]:
     """Return the draft shapes that a decode of `num_rows` rows can use now, ordered as in `limits`.
 
-    Always the engine's own; another one if its program pads no more rows than the own one. A plain
-    shape also needs a DRAFT_PREFILL program that pads no more rows.
+    The engine's own is always one of them. Another shape's program must not pad more rows than the
+    own one, and a plain shape needs a DRAFT_PREFILL program that does not either.
     """
     ready = tuple(ready)
 

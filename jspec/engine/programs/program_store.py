@@ -1,9 +1,9 @@
-"""Compiled step programs on disk: a second start neither traces, lowers nor compiles.
+"""Compiled step programs on disk, so that a second start neither traces, lowers nor compiles.
 
 jax's own cache is keyed by the lowered program, and lowering an 8B model's 21 programs takes a
 minute. This store is keyed by all inputs of a program: sources, static program, shapes and
 shardings, compiler options, versions, flags and devices. Its directory may be deleted at any time.
-Loaded programs are executed, so those that another user may have written are not loaded.
+Loaded programs are executed, so files that another user may have written are not loaded.
 """
 
 from __future__ import annotations
@@ -48,15 +48,15 @@ PART, PART_SECONDS = ".part", 3600.0  # suffix of a program being written, and i
 
 @dataclass(frozen=True, slots=True)
 class ProgramStore:
-    """Executables by a digest of their inputs. Make one by `open`, early."""
+    """Executables by a digest of their inputs. Open it early, before sources may change."""
 
     directory: Path
-    sources: str | None  # digest; None: they are not files, or not the code that runs
+    sources: str | None  # digest; None: no source files, or not those of the running code
     bucket: ProgramBucket | None = None  # shares programs
 
     @classmethod
     def open(cls, directory: Path, bucket: ProgramBucket | None = None) -> ProgramStore:
-        """Digest the sources before they may change; remove old partial files of killed writers."""
+        """Open a store: digest the sources, and remove old partial files of killed writers."""
         for part in directory.glob(f"*{PART}"):
             with contextlib.suppress(OSError):  # another start may have removed it
                 if time.time() - part.stat().st_mtime > PART_SECONDS:
@@ -66,7 +66,7 @@ class ProgramStore:
     def path(self, *parts: Any, mesh: Mesh, arrays: Any) -> Path | None:
         """Return the path of the program made from `parts` (by their repr) for `arrays` on `mesh`.
 
-        None if the sources are unknown, or the repr of a part contains a memory address.
+        Return None if the sources are unknown, or the repr of a part contains a memory address.
         """
         shapes = [(x.shape, str(x.dtype)) for x in jax.tree.leaves(arrays)]
         around = (self.sources, surroundings(mesh))
@@ -90,7 +90,7 @@ class ProgramStore:
     def load(path: Path, *, mesh: Mesh, inputs: Any, outputs: Any) -> Any | None:
         """Return the executable, or None if it is missing, unreadable or another user's.
 
-        inputs, outputs: its arguments and results, for their tree structure only.
+        inputs, outputs: its arguments and results, of which only the tree structure is used.
         """
         try:
             with path.open("rb") as file:
@@ -146,7 +146,7 @@ class ProgramStore:
             log.warning("%s could not be written: %r", path, error)
 
 
-@functools.cache  # one warning, not one a program
+@functools.cache  # warn once, not once per program
 def _warn_of_file(folder: Path, why: str) -> None:
     log.warning("a program in %s %s: all such programs will be written again", folder, why)
 
@@ -170,13 +170,12 @@ def surroundings(mesh: Mesh) -> dict[str, Any]:
 
 @functools.cache
 def _libraries() -> tuple[tuple[str, str], ...]:
-    """Return the versions of libraries that compile; autotuned choices depend on them."""
     named = ((d.metadata["Name"] or "", d.version) for d in metadata.distributions())
     return tuple(sorted({pair for pair in named if pair[0].lower().startswith(LIBRARIES)}))
 
 
 def _processor() -> str:
-    """Return the CPU's feature flags: a program for one CPU may not run on another."""
+    """Return the CPU's feature flags, since a program for one CPU may not run on another."""
     flags = Path("/proc/cpuinfo")
     if not flags.exists():
         return platform.processor()

@@ -1,7 +1,7 @@
 """A digest of the code that step programs are traced from.
 
 It covers the modules that the step functions import, directly or indirectly, without docstrings and
-comment lines: an edit of a flag's help text recompiles nothing.
+comment lines. So editing a flag's help text recompiles nothing.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def _read(path: Path, changed_ns: int) -> tuple[bytes, tuple[str, ...]]:
 def sources_digest(package: Path = PACKAGE) -> str | None:
     """Return the digest of the sources as they are on disk now.
 
-    None without source files (a zip), or if one is newer than this process's imports.
+    Return None without source files (a zip), or if one is newer than this process's imports.
     """
     found: dict[str, bytes] = {}
     waiting = list(ROOTS)

@@ -1,4 +1,4 @@
-"""Which files and folders only this user and root can have written.
+"""Checks that only this user and root can have written a file or folder.
 
 Compiled programs are executed, so they are read from no others.
 """
@@ -16,7 +16,7 @@ if os.name == "posix":
 
 
 def distrust(status: os.stat_result) -> str:
-    """Return why another user may have written a file or folder; "" if none can."""
+    """Return why another user may have written a file or folder, or "" if none can."""
     if os.name != "posix":
         return ""
     if status.st_uid not in (0, os.geteuid()):
@@ -30,7 +30,6 @@ def distrust(status: os.stat_result) -> str:
 
 @functools.cache
 def _has_other_users(group: int) -> bool:
-    """Return whether a group has others than this user and root; many users have their own."""
     users = pwd.getpwall()
     own = {user.pw_name for user in users if user.pw_uid in (0, os.geteuid())}
     members = {user.pw_name for user in users if user.pw_gid == group}

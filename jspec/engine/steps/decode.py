@@ -1,8 +1,8 @@
 """DECODE: rounds of propose, score and settle in one program.
 
-DRAFT_PREFILL before it advances the drafter over pending tokens. PROPOSE, SCORE and SETTLE replace
-it if a row follows a grammar (decision 23): the host reads the trees that PROPOSE drafts, and
-computes their masks for SETTLE while SCORE runs.
+DRAFT_PREFILL runs before it to advance the drafter over pending tokens. If a row follows a grammar,
+PROPOSE, SCORE and SETTLE replace it (decision 23): the host reads the trees that PROPOSE drafts,
+and computes their masks for SETTLE while SCORE runs.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def decodes(limits: ServeLimits) -> Iterator[Wanted]:
     for options in (PLAIN, SAMPLING):
         for shape in limits.other_shapes:
             yield from (Wanted(key(batch, options, shape), Turn.SHAPES) for batch in sizes)
-        if limits.programs.sharing is not None:  # optional: the others serve too, but read more
+        if limits.programs.sharing is not None:  # optional: the others only read more
             large = [batch for batch in sizes if batch >= limits.programs.sharing.least_rows]
             shared = with_sharing(options)
             yield from (Wanted(key(batch, shared), Turn.SHARING) for batch in reversed(large))
@@ -126,7 +126,7 @@ DRAFT_PREFILL = StepDef(
 def cut_decodes(
     limits: ServeLimits, *, kind: StepKind, options: frozenset[StepOption]
 ) -> Iterator[Wanted]:
-    """Yield the largest decode with each part of `options` that requests may ask for."""
+    """Yield the largest decode with each part of `options` that requests may need."""
     most = ALL if limits.programs.logprobs else SAMPLING
     for asked in (GRAMMAR, GRAMMAR | HIDDEN):
         needed = StepOptions((most.members | asked) & options)
@@ -142,7 +142,7 @@ def settle_layout(key: ProgramKey, host: Host) -> PackedLayout:
 
 
 def write_masks(fields: Fields, part: Part) -> None:
-    """Write what each grammar allows after each node of the trees, i32[3, B, N]."""
+    """Write the tokens that each grammar allows after each node of the trees, i32[3, B, N]."""
     assert part.read is not None
     write_slots(fields, part)
     tokens, parents, _ = part.read

@@ -1,6 +1,6 @@
 """PREFILL: prompt chunks of several rows.
 
-CACHED_DRAFT_PREFILL before it brings the ids of cached prefixes to the state by slot.
+CACHED_DRAFT_PREFILL runs before it to store the ids of cached prefixes in the state by slot.
 """
 
 from __future__ import annotations

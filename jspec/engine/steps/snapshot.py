@@ -1,4 +1,4 @@
-"""RESTORE before a prefill, SAVE after it: recurrent states of rows, from and to snapshots."""
+"""RESTORE before a prefill, SAVE after it: copies of recurrent states from and to snapshots."""
 
 from __future__ import annotations
 

@@ -32,18 +32,17 @@ class ProgramKey(NamedTuple):
 
 
 class Turn(enum.IntEnum):
-    """When a program is built, in ascending order; before an engine serves up to START."""
+    """The order in which programs are built; those up to START are built before serving."""
 
     NEEDED = enum.auto()  # together these run every plan
     START = enum.auto()  # these make common plans cheap
     DECODE = enum.auto()
-    # Prefill by powers of two first: with those a prompt pads at most as many tokens as it has.
-    PREFILL = enum.auto()
+    PREFILL = enum.auto()  # powers of two first, which bound padding by the prompt's length
     BETWEEN = enum.auto()
     OPTIONS = enum.auto()
     SHAPES = enum.auto()  # other draft shapes; the engine's own serves until they are ready
     SHARING = enum.auto()
-    ON_DEMAND = enum.auto()  # when the first request comes that needs them
+    ON_DEMAND = enum.auto()  # at the first request that needs them
 
 
 class Wanted(NamedTuple):
@@ -81,32 +80,26 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepDef:
-    """A kind of step: which programs it has, their input and output, and their function.
-
-    options: that its programs may be compiled with; others do not concern this step
-    size: rows or tokens of a run, which its program's bucket holds
-    blank: writes neutral values into zeroed fields, once a program
-    batch: the device function's batch, from the fields
-    step: the device function, (program, params, state, batch, *taken) -> (state', output), and
-        num_rounds if `has_rounds`
-    """
+    """A kind of step: its programs, their input and output, and their device function."""
 
     programs: Callable[[ServeLimits], Iterable[Wanted]]
-    options: frozenset[StepOption] = frozenset()
+    options: frozenset[StepOption] = frozenset()  # that its programs may be compiled with
     layout: Callable[[ProgramKey, Host], PackedLayout]  # the fields of a packed array
+    # Rows or tokens of a run, which must fit the program's bucket.
     size: Callable[[StepPlan, StepRun], int] = lambda plan, _: len(plan.rows)
     smaller: str = "max_running_requests"  # the engine argument that bounds the bucket
-    blank: Callable[[Fields, Host], None] | None = None
+    blank: Callable[[Fields, Host], None] | None = None  # writes neutral values into zeros
     write: Callable[[Fields, Part], None]  # writes a part into neutral fields
-    batch: Callable[[dict[str, Any]], Any]
+    batch: Callable[[dict[str, Any]], Any]  # the device function's batch, from the fields
+    # (program, params, state, batch, *taken) -> (state', output); num_rounds if `has_rounds`.
     step: Callable[..., Any]
-    takes: tuple[StepKind, ...] = ()  # kinds that run before it and give it their outputs
-    reads: StepKind | None = None  # the one of them that `write` needs on the host
+    takes: tuple[StepKind, ...] = ()  # earlier kinds whose outputs it takes
+    reads: StepKind | None = None  # the kind among them whose output `write` needs on the host
     gives: Any = BY_RANK  # shardings of the output
     emits: bool = False  # the output has the columns of `layout.output_columns`
     has_rounds: bool = False  # SchedulingLimits.num_rounds verifications
-    is_decode: bool = False  # over bucket * N tokens; XLA is set up for few
-    is_timed: bool = False  # its draft shapes are chosen by their measured times
+    is_decode: bool = False  # over bucket * N tokens, with XLA options for few tokens
+    is_timed: bool = False  # its draft shapes are chosen by measured times
 
 
 def of_rows(key: ProgramKey, *names: str) -> PackedLayout:

@@ -1,4 +1,4 @@
-"""The table of steps: a row a kind. Compilation, dispatch and storing iterate over it."""
+"""The table of steps, with a row per kind, for compilation, dispatch and storing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""LoRA adapters on the devices: their room, and an adapter's place in the stacked weights."""
+"""LoRA adapters on the devices: space for them, and an adapter's place in the stacked weights."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ from jspec.spec.lora_spec import ALL_MODULES, LoRASpec
 
 
 def adapter_directory(path: str) -> Path:
-    """Return an adapter's directory, fetched if it is a remote one. Raises CheckpointError."""
+    """Return an adapter's directory, fetched if it is remote. Raises CheckpointError."""
     return local_directories({"lora_path": path})["lora_path"]
 
 
 def lora_spec(args: EngineArgs, table: ParamTable) -> LoRASpec | None:
-    """Return the room for adapters that the arguments ask for.
+    """Return the space for adapters that the arguments request.
 
-    table: of the target. What is not given follows from the adapters of `lora_paths`. Raises
-    ConfigError, and CheckpointError for one of these that does not fit.
+    table: of the target. Missing arguments follow from the adapters of `lora_paths`. Raises
+    ConfigError, and CheckpointError for one of these adapters that does not fit.
     """
     if not args.has_loras:
         return None
@@ -74,10 +74,10 @@ Placed = Mapping[ParamPath, jax.Array]  # an adapter's own weights, by path
 
 
 class AdapterSlots:
-    """Reads adapters, and writes them into the stacked weights of a target.
+    """Reads adapters and writes them into the stacked weights of a target.
 
-    Nothing is changed in place: steps in flight keep the weights that they were dispatched with.
-    The weights exist twice until these steps are done.
+    Nothing is changed in place: steps in flight keep the weights that they were dispatched with,
+    and the weights exist twice until these steps are done.
     """
 
     def __init__(self, target: Decoder, *, mesh: Mesh, dtype: DTypeLike) -> None:
@@ -105,7 +105,6 @@ class AdapterSlots:
         return {path: put(path, array) for path, array in arrays.items()}
 
     def written(self, params: Params, slot: int, placed: Placed) -> Params:
-        """Return params with an adapter in a slot."""
         assert self._lora is not None
         stacked = flat(params[ROOT], root=(ROOT,))
         layers: dict[ParamPath, dict[ParamPath, jax.Array]] = {}
@@ -119,7 +118,7 @@ class AdapterSlots:
         return {**params, **nested(stacked.items())}
 
     def warm_up(self, params: Params) -> None:
-        """Compile what `written` runs, so that nothing is compiled when an adapter is loaded."""
+        """Compile what `written` runs, so that loading an adapter compiles nothing."""
         if self._lora is None:
             return
         lora, empty = self._lora, {}

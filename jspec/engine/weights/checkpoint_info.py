@@ -1,4 +1,4 @@
-"""A description of a checkpoint directory and what serving it takes, from its headers."""
+"""A description of a checkpoint directory and of what serving it needs, from its headers."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class CheckpointInfo:
     num_tensors: int = 0
     parameters: int = 0  # number of weights
     stored_bytes: dict[str, int]  # of the files' tensors, by dtype
-    weight_bytes: int = 0  # as served in `dtype`, or in the formats that are kept
+    weight_bytes: int = 0  # as served, in `dtype` or in packed formats
     tied_bytes: int = 0  # of transposed copies, not counted in `parameters`
     cache_bytes_per_token: int = 0  # as served in `dtype`
     state_bytes_per_row: int = 0  # of recurrent layers, without what a verification leaves pending
@@ -75,13 +75,12 @@ def describe(
     target: Path | None = None,
     dtype: str = "bfloat16",
     memory: int | None = None,
-    quantization: str | None = None,
+    quantization: str | None = None,  # of the target, like kv_cache_dtype
     kv_cache_dtype: str = AUTO,
 ) -> CheckpointInfo:
     """Describe a checkpoint, the draft of `target` if given, for `memory` bytes of a device.
 
-    quantization, kv_cache_dtype: of the target, as in EngineArgs. Raises CheckpointError without a
-    directory or a readable config.json.
+    Raises CheckpointError without a directory or a readable config.json.
     """
     check_directory("DIR", path)
     if target is not None:
@@ -110,10 +109,8 @@ def describe(
 
 
 def _told_by_names(path: Path) -> str | None:
-    """Return the drafting algorithm by tensor names; None for a target or unreadable files.
-
-    Heads name a language model as their architecture.
-    """
+    """Return the drafting algorithm by tensor names; None for a target or unreadable files."""
+    # Tensor names decide, since heads name a language model as their architecture.
     try:
         names = stored_names(path)
         if f"{LAYER}hidden_norm.weight" in names:

@@ -1,4 +1,4 @@
-"""Which layout a checkpoint should have on the user's devices, from its headers."""
+"""Advice on a checkpoint's layout on the user's devices, from its headers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def advise_for(
     quantization: str | None = None,
     kv_cache_dtype: str = AUTO,
 ) -> Advice:
-    """Compare the layouts of the checkpoint that `describe` found, as `describe` is called.
+    """Compare the layouts of the checkpoint that `describe` found, with `describe`'s arguments.
 
     Raises ConfigError for a draft without its target, and JspecError for files that cannot be read.
     """

@@ -28,7 +28,7 @@ from jspec.models.placement import Tables, abstract_params, nested, place_of
 # Small enough that a deep model's residual stream stays well inside bfloat16's range.
 STD = 0.02
 CODES_STD = 40.0  # of fp8 codes, whose largest is 448
-SMALL_SCALE = 120  # 2 ** (120 - 127): mxfp4 numbers of random bits deviate by 0.023
+SMALL_SCALE = 120  # 2 ** (120 - 127): random mxfp4 bits then have a deviation of 0.023
 
 
 def dummy_params(
@@ -113,7 +113,7 @@ class _Maker:
         return made
 
 
-Entries = tuple[int, ...] | None  # the index that each of the first axis is drawn for
+Entries = tuple[int, ...] | None  # index along the first axis for which each entry is drawn
 
 
 def hashed_normal(

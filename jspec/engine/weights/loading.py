@@ -240,7 +240,7 @@ def _target_params(config: ResolvedConfig, target: Decoder, *, mesh: Mesh) -> Pa
 
 
 def expert_copies(target: Decoder, *, mesh: Mesh) -> Params:
-    """Return where the copies of each placed expert are, on every device; {} if none is placed."""
+    """Return the places of each placed expert's copies, on every device; {} if none is placed."""
     counts = zip(target.experts, experts_by_layer(target.spec), strict=False)
     copies: dict[Any, Any] = {
         layer: copies_of(placed, count) for layer, (placed, count) in enumerate(counts) if placed
@@ -306,7 +306,7 @@ def place(
 
 
 def check_divisible(spec: ModelSpec, parallel: Parallel) -> None:
-    """Raise ConfigError naming the first size that the shards of its axis do not divide."""
+    """Raise ConfigError for the first size that the shards of its axis do not divide."""
     for layer in dict.fromkeys(spec.layers):
         mixer = layer.attention
         sizes: list[tuple[Axis, str, int]] = []

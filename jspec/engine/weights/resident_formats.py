@@ -57,13 +57,12 @@ def resident_formats(
     table: ParamTable,
     wanted: Wanted,
     *,
-    has_files: bool = True,
+    has_files: bool = True,  # read headers; otherwise only config.json, for random weights
     canonical: Callable[[str], str] = str,
 ) -> Formats:
     """Choose the formats of `table`'s weights and log each choice.
 
-    has_files: read headers; else config.json alone, for random weights. Raises ConfigError for a
-    method that is not the checkpoint's.
+    Raises ConfigError for a method that is not the checkpoint's.
     """
     table = tuple(spec for spec in table if spec.layouts and spec.op is not None)
     read = _read_headers if has_files else _read_config
@@ -102,7 +101,7 @@ def resident_formats(
 def _read_headers(
     path: Path, table: ParamTable, *, shards: int, canonical: Callable[[str], str]
 ) -> _Stored:
-    """The headers decide, since a model that was saved again can have unpacked weights."""
+    """Read formats from headers, since a model that was saved again can have unpacked weights."""
     with open_tensors(path, canonical=canonical) as opened:
         tensors = unscaled(opened)
         layout_of = partial(chosen_layout, tensors)

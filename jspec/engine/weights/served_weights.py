@@ -94,15 +94,11 @@ class PreparedWeights:
 @dataclasses.dataclass(frozen=True, slots=True)
 class PreparedAdapter:
     slot: int
-    placed: Placed | None  # None: nothing changes, since no request names the slot
+    placed: Placed | None  # None: nothing to write, since no request uses the slot
 
 
 class ServedWeights:
-    """Implements `messages.protocols.Weights` for a runner's params.
-
-    has_room: takes bytes over all shards, True if the devices have room; default: at most half of
-        the free memory
-    """
+    """Implements `messages.protocols.Weights` for a runner's params."""
 
     def __init__(
         self,
@@ -110,7 +106,7 @@ class ServedWeights:
         runner: HoldsParams,
         *,
         mesh: Mesh,
-        has_room: HasRoom | None = None,
+        has_room: HasRoom | None = None,  # None: for at most half of the free memory
     ) -> None:
         self._models = models
         self._runner = runner
@@ -173,7 +169,6 @@ class ServedWeights:
     # Changing.
 
     def prepare(self, update: WeightUpdate) -> PreparedWeights | PreparedAdapter:
-        """Read and check an update. Raises CheckpointError naming every fault, or ConfigError."""
         try:
             if isinstance(update, AdapterUpdate):
                 path = update.path
@@ -191,13 +186,12 @@ class ServedWeights:
                 raise CheckpointError(_unreadable(error)) from error
             raise
         old = self._leaves()
-        # A draft that is read again may have other weights of its own than the former.
+        # A draft from disk may have other own weights than the former draft.
         whole = {path[0] for path in new} if isinstance(update, DiskUpdate) else set()
         kept = {path: leaf for path, leaf in old.items() if path[0] not in whole}
         return PreparedWeights({**kept, **new}, source)
 
     def switch(self, prepared: PreparedWeights | PreparedAdapter) -> None:
-        """Serve the prepared weights, as `messages.protocols.Weights.switch` specifies."""
         if isinstance(prepared, PreparedAdapter):
             self._write(prepared)
             return
@@ -211,7 +205,6 @@ class ServedWeights:
             self._runner.replace_params({**params, "target": target})
 
     def _leaves(self) -> dict[ParamPath, Leaf]:
-        """Return the weights that an update may change: all but those of NOT_STORED."""
         leaves = flat_leaves(self._runner.params, shares=self._source.shares)
         kept = {(TARGET.value, name) for name in NOT_STORED}
         return {path: leaf for path, leaf in leaves.items() if path[:2] not in kept}
@@ -376,10 +369,8 @@ class ServedWeights:
         return new
 
     def _by_model(self, update: ArrayUpdate) -> dict[Model, dict[str, LazyTensor]]:
-        """Split arrays by model; an unknown name goes to the target, where it is an error.
-
-        A draft's copies of target tensors are skipped, as when files are read.
-        """
+        """Split arrays by model; an unknown name goes to the target, where it is an error."""
+        # A draft's copies of target tensors are skipped, as when files are read.
         known = {model: layouts_by_name(self._published(model)) for model in (TARGET, DRAFT)}
         whose: dict[Model, dict[str, LazyTensor]] = {}
         both: list[str] = []

@@ -16,7 +16,10 @@ log = logging.getLogger(__name__)
 
 
 def warn_of_other_targets(path: Path, source: DraftSource, target: Mapping[str, Any]) -> None:
-    """Log each of a sample of tensors that the draft should share with the target but does not."""
+    """Warn of each tensor that the draft should share with the target but does not.
+
+    Only a sample of rows is compared.
+    """
     if not source.copies:
         return
     with open_tensors(path, canonical=source.canonical) as tensors:

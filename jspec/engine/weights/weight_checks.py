@@ -16,7 +16,7 @@ from jspec.errors import CheckpointError, shown
 from jspec.models.files.tensor_files import LISTED, HostArray
 from jspec.models.params import ParamSpec
 
-# The bits that are all set in a value that is infinite or NaN, of short types.
+# The bits that are all set in infinities and NaNs of short types.
 EXPONENTS: dict[np.dtype[Any], np.unsignedinteger[Any]] = {
     np.dtype(np.float16): np.uint16(0x7C00),
     np.dtype(jnp.bfloat16): np.uint16(0x7F80),
@@ -25,8 +25,6 @@ EXPONENTS: dict[np.dtype[Any], np.unsignedinteger[Any]] = {
 
 
 class Finite:
-    """Collects the names of weights with values that are not finite."""
-
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._bad: set[str] = set()
@@ -55,7 +53,7 @@ class Finite:
 
 
 def is_finite(value: HostArray) -> bool:
-    """Check blockwise, without a copy of the whole array."""
+    """Return whether all values are finite, blockwise, without a copy of the whole array."""
     if value.dtype.kind in "iub":
         return True
     rows = value.reshape(-1) if value.flags.c_contiguous else value.T.reshape(-1)

@@ -25,9 +25,9 @@ NUM_WORKERS = 4
 MAX_BYTES = 2**30  # on the host, of all weights in progress
 _ASK_SECONDS = 0.5  # interval of the check for Ctrl-C in a wait
 
-# Returns once the weight is on its devices, or returns the host's own if that is wanted.
+# Returns once the weight is on its devices, or returns the host's array unchanged.
 Put = Callable[[ParamSpec, Weight], Weight]
-# The same for a weight of which devices hold parts of the first dimension, to be read one by one.
+# The same for a weight that is split along its first dimension; its parts are read one by one.
 ReadPart = Callable[[range], Weight]
 PutParts = Callable[[ParamSpec, ReadPart], Weight]
 
@@ -48,7 +48,7 @@ def put_on(mesh: Mesh, *, column_major: bool) -> Put:
 
 
 def put_parts_on(mesh: Mesh) -> PutParts:
-    """Return a PutParts: each part is read once, and freed before the next one is read."""
+    """Return a PutParts that reads each part once, and frees it before reading the next."""
     shards = Parallel.of(mesh).model
 
     def put(spec: ParamSpec, read: ReadPart) -> Weight:
@@ -64,7 +64,7 @@ def put_parts_on(mesh: Mesh) -> PutParts:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A part of a weight's array: its shape on the host, and what each of its devices has."""
+    """A part of a weight's array: its shape on the host, and its shards on its devices."""
 
     shape: Shape
     arrays: list[jax.Array]
@@ -102,18 +102,15 @@ def stream(
     reads: Sequence[ParamRead],
     put: Put,
     *,
-    put_parts: PutParts | None = None,
-    own: range | None = None,
+    put_parts: PutParts | None = None,  # for weights that can be read in parts; None: read whole
+    own: range | None = None,  # shards that this host reads (`device.hosts.own_shards`); None: all
     num_workers: int = NUM_WORKERS,
-    max_bytes: int = MAX_BYTES,
+    max_bytes: int = MAX_BYTES,  # of the summed `host_bytes` in progress; a larger one runs alone
 ) -> dict[ParamPath, Any]:
     """Read and put all weights, at most `num_workers` at once.
 
-    put_parts: for weights that can be read in parts; None: they are read whole.
-    own: the shards that this host reads (`device.hosts.own_shards`); None: all.
-    max_bytes: bound of the summed `host_bytes` in progress; a larger weight runs alone. The first
-    error or interrupt of a thread is raised, an error with a note naming the weight, and the arrays
-    placed by then are deleted.
+    The first error or interrupt of a thread is raised, an error with a note naming the weight, and
+    the arrays placed by then are deleted.
     """
     flow = _Flow(put, put_parts, max_bytes, own)
     pool = ThreadPoolExecutor(num_workers, thread_name_prefix="jspec-weights")
@@ -151,7 +148,7 @@ class _Flow:
         self._changed = threading.Condition()
 
     def admit(self, each: ParamRead) -> bool:
-        """Wait until `each` fits within the bound; False if something failed first."""
+        """Wait until `each` fits within the bound. Return False if something failed first."""
         self._wait(lambda: self._bytes == 0 or self._bytes + each.host_bytes <= self._max_bytes)
         with self._changed:
             if self._is_stopped:
@@ -194,7 +191,7 @@ class _Flow:
             self.placed[each.tied.path] = self._put(each.tied, each.tied_value(value))
 
     def _wait(self, is_done: Callable[[], bool]) -> None:
-        """Wait until `is_done` or stopped. Raises KeyboardInterrupt, also one that was lost."""
+        """Wait until `is_done` or stopped. Raises KeyboardInterrupt, even one that was lost."""
         with self._changed:
             while not (self._is_stopped or is_done()):
                 self._changed.wait(_ASK_SECONDS)

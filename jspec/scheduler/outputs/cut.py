@@ -1,4 +1,4 @@
-"""Find where a sequence ends among the ids of a round."""
+"""The end of a sequence among the ids of a round."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from jspec.messages.request import FinishReason
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cut:
-    """The ids kept of one round, and why the sequence ends, if it does."""
-
     ids: tuple[int, ...]
     text: str | None  # None: the reader makes it
     num_shown: int  # leading ids that have text
@@ -19,7 +17,6 @@ class Cut:
 
 
 def first_stop(ids: tuple[int, ...], is_stop: Callable[[int], bool], *, begin: int) -> int:
-    """Return the index of the first stop id at or after `begin`, or len(ids)."""
     for index in range(max(begin, 0), len(ids)):
         if is_stop(ids[index]):
             return index

@@ -1,8 +1,8 @@
 """The draft trees of a sequence, for requests with return_draft_trees.
 
 Such a row runs the programs of rows with a grammar, which show the host every tree before it is
-verified (decision 23): a watcher takes the grammar's place, allows what the grammar allows (or
-everything), and records the tree. So no program needs another output.
+verified (decision 23). A watcher takes the grammar's place, allows the same tokens (or all), and
+records the tree. So no program needs another output.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ALL_ALLOWED = 0xFFFFFFFF
 
 
 class TreeWatcher:
-    """Implements `messages.grammar.Constraint`. inner: the row's own grammar, if it has one."""
+    """A `messages.grammar.Constraint` around the row's own grammar, if it has one."""
 
     def __init__(self, inner: Constraint | None = None) -> None:
         self._inner = inner
@@ -27,7 +27,7 @@ class TreeWatcher:
 
     @property
     def num_free(self) -> int:
-        """0: every tree must be shown to the host."""
+        """0, since the host must see every tree."""
         return 0
 
     @property
@@ -46,7 +46,6 @@ class TreeWatcher:
             self._inner.accept(token_ids)
 
     def take(self, accepted_ids: Sequence[int]) -> VerifiedTree | None:
-        """Return the last tree once; None for a root alone."""
         shown, self._shown = self._shown, None
         return None if shown is None else VerifiedTree.of(*shown, accepted_ids=accepted_ids)
 
@@ -57,5 +56,5 @@ def constraint_of(request: Request) -> Constraint | None:
 
 
 def tree_after(constraint: Constraint | None, ids: tuple[int, ...]) -> VerifiedTree | None:
-    """Return the tree of the round that emitted `ids`, if watched; call once per round."""
+    """Return the tree of the round that emitted `ids`, if watched. Call it once per round."""
     return constraint.take(ids[:-1]) if isinstance(constraint, TreeWatcher) and ids else None

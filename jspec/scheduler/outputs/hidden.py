@@ -1,4 +1,4 @@
-"""Hidden states of one sequence between steps and chunks, by the rules of `logprobs`."""
+"""Hidden states of one sequence between steps and chunks, like `logprobs`."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from jspec.messages.request import Request
 
 
 class SequenceHidden:
-    """Hidden states of the last round, and those of the prompt that were not yet returned."""
-
     __slots__ = ("_is_prompt_out", "_is_wanted", "_num_known", "_of_prompt", "_of_round", "_total")
 
     def __init__(self, request: Request) -> None:
@@ -42,8 +40,8 @@ class SequenceHidden:
     def of_ids(self, count: int) -> tuple[np.ndarray, ...]:
         """Return the states of the ids that the cut kept, f32[E] each.
 
-        The first id's entry is the states of the whole prompt, f32[prompt, E], the last of which
-        chose that id; they are returned even without an id.
+        The first entry has the states of the whole prompt, f32[prompt, E]; the last of them chose
+        the first id. It is returned even without an id.
         """
         found, self._of_round = self._of_round[:count], ()
         if self._is_prompt_out or self._num_known < self._total:

@@ -1,7 +1,7 @@
 """Log-probabilities of one sequence between steps and chunks.
 
-A round's values wait for the cut of its ids; a prompt's come chunk by chunk and wait for the first
-token. After a retraction the prompt is prefilled again, and known values are not taken twice.
+A round's values wait until its ids are cut. The prompt's values come with its chunks and wait for
+the first token. When a retracted prompt is prefilled again, known values are not taken twice.
 """
 
 from __future__ import annotations
@@ -11,15 +11,13 @@ from jspec.messages.request import PromptToken, Request, TokenLogprob
 
 
 class SequenceLogprobs:
-    """Log-probabilities of the last round, and those of the prompt that were not yet returned."""
-
     __slots__ = ("_is_prompt_out", "_is_wanted", "_of_prompt", "_of_round", "_request", "_start")
 
     def __init__(self, request: Request) -> None:
         sampling = request.sampling
         self._request = request
         self._is_wanted = sampling.return_logprob
-        # Former ids came with those of the prompt.
+        # The values of the prompt came with the former ids.
         self._is_prompt_out = not sampling.wants_prompt_logprobs or bool(request.former_ids)
         self._start = min(max(sampling.logprob_start_len, 0), len(request.prompt_ids))
         self._of_round: tuple[TokenLogprob, ...] = ()

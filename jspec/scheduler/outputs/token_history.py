@@ -1,8 +1,8 @@
-"""Text and counters of a sequence, made on the reader's side from what the scheduler committed.
+"""Text and counters of a sequence, made by its reader from committed pieces.
 
-A piece has the ids after the cut, and why the sequence ends, if it does. Its text is made on the
-reader's thread, so that no step waits for it, unless the row may end by its text in a way that ids
-do not show.
+A piece has the ids after the cut, and the reason if the sequence ends. Its text is made on the
+reader's thread, so that no step waits for it, unless the text may end the row in a way that ids do
+not show.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from jspec.messages.verified_tree import VerifiedTree
 
 
 class Origin(NamedTuple):
-    """Fields of `StreamChunk` that are the same throughout a tenancy."""
+    """Fields of `StreamChunk` that are constant during a tenancy."""
 
     num_retractions: int = 0
     cached_tokens: int = 0
@@ -40,12 +40,12 @@ class Piece(NamedTuple):
     """The addition of one round to one sequence. Call `chunk` once for each, in order."""
 
     history: TokenHistory
-    ids: Ordered[int]  # after the cut; of a verification, undefined past the first num_emitted
+    ids: Ordered[int]  # after the cut; in a verification only the first num_emitted are defined
     num_emitted: int = 0  # by the verification, before the cut; 0: no verification
     origin: Origin = Origin()
     num_proposed: int | None = None  # drafts verified; 0: a plain step; None: N - 1
     finish: FinishReason | None = None
-    text: str | None = None  # None: to be made of the shown ids and, at the end, withheld text
+    text: str | None = None  # None: the reader makes it from the shown ids
     num_shown: int | None = None  # leading ids that have text; None: all
     logprobs: tuple[TokenLogprob, ...] = ()
     prompt_logprobs: tuple[PromptToken, ...] = ()
@@ -65,14 +65,14 @@ class Piece(NamedTuple):
         *,
         num_proposed: int | None,
     ) -> list[Piece]:
-        """Make pieces of rows that go on. It has no Python loop, to plan the next step early."""
+        """Make the pieces of rows that continue, fast, since planning waits for it."""
         rest = (repeat(default) for default in tuple(cls._field_defaults.values())[3:])
         rows = zip(histories, ids, counts, origins, repeat(num_proposed), *rest, strict=False)
         return list(map(tuple.__new__, repeat(cls), rows))
 
 
 class TokenHistory:
-    """One sequence as its reader knows it. stream: None if every piece comes with its text."""
+    """One sequence as its reader knows it. stream: None if every piece has its text."""
 
     def __init__(
         self, request: Request, draft_shape: SpeculativeConfig, *, stream: TextStream | None
@@ -116,10 +116,10 @@ class TokenHistory:
 
 
 class Tally:
-    """Verification counters of one sequence, or of all. Plain decoding verifies nothing.
+    """Verification counters of one sequence or of all. Plain decoding verifies nothing.
 
     Accepted drafts are those that survived the cut. A truncated step (num_kept < num_emitted,
-    always a sequence's last) does not count in the `full_` counters and the acceptance length.
+    always a sequence's last) does not count in the `full_` counters.
     """
 
     def __init__(self, draft_shape: SpeculativeConfig) -> None:
@@ -148,7 +148,7 @@ class Tally:
     def add_whole(
         self, num_verifications: Ordered[int], *, num_proposed: int | None = None
     ) -> None:
-        """Count num_verifications[n] verifications that emitted n ids each, none of them cut."""
+        """Count num_verifications[n] verifications that emitted n ids each, all kept."""
         if num_proposed == 0:
             return
         of_each = self._num_drafts if num_proposed is None else num_proposed

@@ -21,19 +21,18 @@ from jspec.errors import ContextLengthError, QueueFullError, RequestError
 from jspec.messages.request import DEFAULT_NEW_TOKENS, Request, SamplingParams
 from jspec.spec import indexing
 
-# A request admitted while rows run must leave them pages for this many more rounds; otherwise it
+# A request admitted while rows run must leave them pages for this many more rounds. Otherwise it
 # would soon be retracted and its prefill wasted.
 HEADROOM_ROUNDS = 8
 
 
 def pages_for_decode(limits: ServeLimits, committed: int, *, unread_tokens: int, last: int) -> int:
-    """Return the pages that a row must own before a decode step, whatever its shape.
+    """Return the pages that a row must have before a decode step of any shape.
 
     unread_tokens: most tokens that its unread rounds can have emitted, the sum of their M.
 
-    Covers the first round of the step and later ones that can start at `last` (`last_committed`) or
-    before. A round that starts after `last` emits nothing that is kept: it gets no pages and writes
-    to page 0.
+    Covers the first round of the step and later rounds that can start at `last` (`last_committed`)
+    or before. A later start emits nothing that is kept; it gets no pages and writes to page 0.
     """
     first = committed + unread_tokens
     final = first + (limits.scheduling.num_rounds - 1) * limits.draft_shape.max_emitted
@@ -43,10 +42,8 @@ def pages_for_decode(limits: ServeLimits, committed: int, *, unread_tokens: int,
 
 
 def pages_for_admission(limits: ServeLimits, fill_len: int, *, num_tokens_left: int) -> int:
-    """Return the pages for the fill of a row and the scratch of its first decode.
-
-    With one token left the prefill emits it, nothing is decoded, and no scratch is needed.
-    """
+    """Return the pages for the fill of a row and the scratch of its first decode."""
+    # A row with one token left needs no scratch, since the prefill emits that token.
     if num_tokens_left <= 1:
         return indexing.num_pages(fill_len, limits.pool.page_size)
     last = fill_len + num_tokens_left - 2
@@ -56,8 +53,8 @@ def pages_for_admission(limits: ServeLimits, fill_len: int, *, num_tokens_left: 
 def last_committed(prompt_len: int, max_new_tokens: int) -> int:
     """Return the largest L at which a decode with nothing unread can start, at least prompt_len.
 
-    At L the sequence has L + 1 tokens (the root's KV is not written), so L - prompt_len + 1 are
-    emitted; a decode needs at least one token still to come.
+    At L, L - prompt_len + 1 tokens are emitted, because the sequence has L + 1 tokens (the root's
+    KV is not written). A decode needs at least one token still to come.
     """
     return max(prompt_len + max_new_tokens - 2, prompt_len)
 
@@ -132,7 +129,7 @@ def check_request(limits: ServeLimits, request: Request) -> int:
 def check_prompt(limits: ServeLimits, prompt_len: int, sampling: SamplingParams) -> int:
     """Return max_new_tokens, clipped (`clip_max_new_tokens`).
 
-    Raises RequestError if the length is impossible here or no program supports the parameters.
+    Raises RequestError for an impossible length or parameters that no program supports.
     """
     if sampling.return_logprob and not limits.programs.logprobs:
         raise RequestError(
@@ -147,7 +144,6 @@ def check_prompt(limits: ServeLimits, prompt_len: int, sampling: SamplingParams)
 
 
 def check_number(limits: ServeLimits, num_requests: int) -> None:
-    """Raise RequestError for more requests than can ever wait together."""
     if num_requests > limits.scheduling.max_queued_requests:
         raise RequestError(
             f"{num_requests} sequences at once; expected at most max_queued_requests "
@@ -158,9 +154,9 @@ def check_number(limits: ServeLimits, num_requests: int) -> None:
 def clip_max_new_tokens(limits: ServeLimits, prompt_len: int, max_new_tokens: int | None) -> int:
     """Return max_new_tokens clipped to the pool; None: the default, clipped to the context too.
 
-    A sequence that reaches the bound finishes with "length". At least 1, because the prefill alone
-    emits one token and needs no scratch; 0 stays 0. As in SGLang, an explicit value beyond the
-    context is an error, a default is clipped, and a small pool clips both.
+    A sequence that reaches the bound finishes with "length". The result is at least 1, since the
+    prefill alone emits one token without scratch; 0 stays 0. As in SGLang, an explicit value beyond
+    the context is an error, a default is clipped, and a small pool clips both.
 
     Raises RequestError for a prompt that is empty, is longer than the pool, or leaves no space in
     the context for a token or for max_new_tokens. Every other request can run, at worst alone.

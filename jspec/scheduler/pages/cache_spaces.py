@@ -1,13 +1,14 @@
-"""The cache spaces of an engine and the prefix cache over them: what a row gets, keeps, releases.
+"""The cache spaces of an engine and the prefix cache over them.
 
-A row starts with the cached pages of its text, which it shares and never writes. It caches its own
+A row starts with the cached pages of its prefix, which it shares and never writes. It caches its
+own pages
 
     during prefill, when the step that completes them is dispatched: any later step may read them,
         because the device runs steps in order
     before a page leaves its window
     at its end, however it ends, up to what is known to be committed
 
-A new request whose prefix is being computed by another row waits for that row: n samples of a
+If another row is computing a new request's prefix, the request waits for it. So n samples of a
 prompt, or a burst, compute a long common prefix once.
 """
 
@@ -34,7 +35,7 @@ WORTH_WAITING = 4
 class Hit:
     """The cached prefix of a text."""
 
-    path: Ordered[Node] = ()  # nodes after whose pages a row may start
+    path: Ordered[Node] = ()  # the row may start after its last page
     num_in_use: int = 0  # pages of the full space that rows use already
     reached: Node | None = None  # the last node in the tree; it may lack pages
 
@@ -84,11 +85,11 @@ class CacheSpaces:
 
     @property
     def num_free(self) -> int:
-        """Pages for rows to grow: of the full space, since those of the others are promised."""
+        """Free pages of the full space; the pages of other spaces are promised."""
         return self.spaces[0].num_free
 
     def num_leaked(self, tenancies: Iterable[Tenancy]) -> int:
-        """Return the uses of pages and snapshots that no row accounts for; always 0."""
+        """Return the uses of pages and snapshots without a row: 0 unless there is a bug."""
         rows, num_pending = [], 0
         for tenancy in tenancies:
             rows.append(tenancy.pages)
@@ -99,7 +100,6 @@ class CacheSpaces:
         )
 
     def _forget(self, node: Node) -> None:
-        """No row can start after a node without a page of the full space."""
         self._cache.forget(node)
 
     # Admission.
@@ -141,7 +141,6 @@ class CacheSpaces:
     def _common_pages(
         self, ids: tuple[int, ...], other: tuple[int, ...], *, low: int, high: int
     ) -> int:
-        """Return how many pages the texts share, between `low` and `high`; binary search."""
         high = max(min(high, self._cache.num_full(min(len(ids), len(other)))), low)
         while low < high:
             middle = (low + high + 1) // 2
@@ -194,10 +193,7 @@ class CacheSpaces:
         self._trim(tenancy)
 
     def trim(self, tenancy: Tenancy, *, step: int) -> None:
-        """Release pages that no later query sees, after caching the output so that it can be found.
-
-        step: the last one dispatched.
-        """
+        """Cache the output, then release the pages that no later query sees."""
         length = self._seen_len(tenancy)
         if any(space.num_unseen(row, length) for space, row in self._rows(tenancy)):
             self._publish(tenancy, step=step)
@@ -208,7 +204,6 @@ class CacheSpaces:
         self._publish(tenancy, step=step, is_last=True)
 
     def _publish(self, tenancy: Tenancy, *, step: int, is_last: bool = False) -> None:
-        """Cache complete pages; `is_last` also replaces pages that were evicted since."""
         before, known = tenancy.last_cached, tenancy.drafted_len
         if before is None or not self._is_current(tenancy):
             return
@@ -231,7 +226,7 @@ class CacheSpaces:
             space.trim(row, length)
 
     def _seen_len(self, tenancy: Tenancy) -> int:
-        """Return a bound below all later queries, also of a drafter that gets tokens later."""
+        """Return a lower bound of all later queries, including those of a pending draft prefill."""
         return tenancy.drafted_len - self._limits.draft_shape.lag
 
     def release(self, tenancy: Tenancy) -> None:
@@ -248,7 +243,6 @@ class CacheSpaces:
     # Snapshots of states.
 
     def chunk_end(self, tenancy: Tenancy, end: int) -> int:
-        """Return where a row's next chunk ends that could reach `end`."""
         if self.snapshots is None or not self._is_caching:
             return end
         last = self._last_start(tenancy)
@@ -275,7 +269,6 @@ class CacheSpaces:
         return [SnapshotCopy(tenancy.row.slot, snapshot)]
 
     def _last_start(self, tenancy: Tenancy) -> int:
-        """Return the last page end of a row's fill at which a text like it may start."""
         size, length = self._limits.pool.page_size, len(tenancy.fill_ids)
         return min(self._cache.num_full(length), (length - 1) // size) * size
 
@@ -290,7 +283,6 @@ class CacheSpaces:
                 self.snapshots.publish(pending.pop(node.depth), node, writer=step)
 
     def withdraw(self, step: int) -> None:
-        """Remove pages written by that step or later: it failed, and every row ends."""
         self._cache.withdraw(step)
 
     def set_weight_version(self, version: str, *, renames: bool = False) -> None:
@@ -299,7 +291,7 @@ class CacheSpaces:
         self._num_weights += not renames
 
     def flush(self) -> None:
-        """Empty the cache; pages of ended rows are free once their last step is read."""
+        """Empty the cache. Pages of ended rows are free once their last step is read."""
         self._cache.withdraw(0)
 
     def _rows(self, tenancy: Tenancy) -> Iterator[tuple[PageSpace, RowPages]]:

@@ -5,24 +5,24 @@ sees: from position p, the keys p - keep + 1 .. p. There a row releases a page a
 
     its end <= committed length as the host knows it - (keep - 1) - the drafter's lag
 
-Never the upper bound: the device may have committed less. During a prefill the known length is the
-dispatched one, which is exact: every later step of the row starts there. Dispatched, unread steps
-may still read the page. They run before any step of its next owner writes to it, and what they read
-before their window is masked.
+This must not use the upper bound of the length, since the device may have committed less. During a
+prefill the known length is the dispatched one, which is exact, because every later step of the row
+starts there. Dispatched, unread steps may still read the page. They run before any step of its next
+owner writes to it, and what they read before their window is masked.
 
     worked example: page_size 4, window 8, a prompt of 20 in chunks of 8
     chunk 0..7    pages 0 1        granted; the next query is at 8 and sees 1..8: both stay
     chunk 8..15   pages 0 1 2 3    the next query is at 16 and sees 9..16: 0 and 1 are released
     chunk 16..19  pages 2 3 4      the next query is at 20 and sees 13..20: 2 is released
 
-A row's need of a window is bounded, so a window space promises it at admission and never runs
+A row's need of a window is bounded. So a window space promises it at admission and never runs
 short: the most that the row will ever have, plus one prefill's chunks for all rows together. In the
-full space rows grow while there are free pages, and may have to wait or be retracted.
+full space, rows grow while there are free pages and may have to wait or be retracted.
 
-Rows whose texts begin alike may share pages. A page attached to the prefix tree stays when its last
-row releases it, until it is evicted; an unattached one is free at once. Cached pages that no row
-uses count as free. In a window space, pages that no end of a text and no place where texts diverged
-needs are evicted first, since only those places are ever continued. Otherwise the one released
+Rows with a common prefix may share its pages. A page attached to the prefix tree stays there when
+its last row releases it, until it is evicted; an unattached page is free at once. Cached pages that
+no row uses count as free. Rows continue only from ends of texts and from places where texts
+diverged, so a window space first evicts pages that no such place needs. Otherwise the page released
 first is evicted. A row releases its last page first, so that no page is evicted before those after
 it.
 """
@@ -45,9 +45,9 @@ DUMMY_PAGE = 0  # stray writes go there
 
 @dataclass(slots=True)
 class RowPages:
-    """A row's pages in one space, of the indices first, first + 1, ..."""
+    """A row's pages in one space, at indices first, first + 1, ..."""
 
-    promised: int  # the most that it has between two plans
+    promised: int  # most pages that it has between two plans
     first: int = 0
     pages: list[int] = field(default_factory=list)
 
@@ -57,12 +57,7 @@ class RowPages:
 
 
 class PageSpace:
-    """Pages 1..num_pages; page 0 is the dummy. The page released last is allocated first.
-
-    keep: keys that a query sees; None: all.
-    tail: pages before a page end that a row needs to start there (fewer near the beginning).
-    on_evict: called with each node that lost its page.
-    """
+    """Pages 1..num_pages; page 0 is the dummy. The page released last is allocated first."""
 
     def __init__(
         self,
@@ -70,14 +65,15 @@ class PageSpace:
         num_pages: int,
         *,
         index: int,
-        keep: int | None,
-        on_evict: Callable[[Node], None] | None = None,
+        keep: int | None,  # keys that a query sees; None: all
+        on_evict: Callable[[Node], None] | None = None,  # called with a node that lost its page
     ) -> None:
         if num_pages < 1:
             raise InvariantError(f"num_pages is {num_pages}; expected at least 1")
         self.index = index
         self.keep = keep
         self.num_pages = num_pages
+        # Pages before a page end that a row needs to start there (fewer near the beginning).
         self.tail = sys.maxsize if keep is None else limits.pool.tail_pages(keep)
         self.version = 0  # changes with each page attached or detached
         self._limits = limits
@@ -88,12 +84,12 @@ class PageSpace:
         self._num_uses = 0  # the sum of _users
         self._promised = 0  # to all rows
         self._attached: dict[int, tuple[Node, int]] = {}  # node, and the step that wrote the page
-        # Unused attached pages in eviction order: others, and those that are sought.
+        # Unused attached pages in eviction order: those not sought, and those sought.
         self._unused: tuple[OrderedDict[int, None], ...] = (OrderedDict(), OrderedDict())
 
     @property
     def num_free(self) -> int:
-        """Pages that can be allocated: free ones, and cached ones that no row uses."""
+        """Pages that can be allocated, including cached ones that no row uses."""
         return len(self._free) + sum(map(len, self._unused))
 
     @property
@@ -101,7 +97,6 @@ class PageSpace:
         return len(self._attached)
 
     def num_leaked(self, rows: Iterable[RowPages]) -> int:
-        """Return the number of uses that no row accounts for: 0 unless there is a bug."""
         return self._num_uses - sum(len(row.pages) for row in rows)
 
     # Pages.
@@ -130,7 +125,6 @@ class PageSpace:
         self._num_uses += 1
 
     def drop(self, page: int) -> None:
-        """Remove a user. Raises InvariantError if it has none."""
         if not (0 < page <= self.num_pages and self._users[page]):
             raise InvariantError(f"page {page} released; expected a page in use")
         self._users[page] -= 1
@@ -155,7 +149,7 @@ class PageSpace:
     # Rows.
 
     def most(self, last: int) -> int:
-        """Return the most pages that a row has between two plans. last: `budget.last_committed`."""
+        """Return the most pages of a row between two plans. last: `budget.last_committed`."""
         return budget.pages_at_most(self._limits, last=last, keep=self.keep)
 
     def may_promise(self, last: int) -> bool:
@@ -163,13 +157,13 @@ class PageSpace:
         return self.keep is None or promised <= self.num_pages
 
     def num_in_use(self, path: Sequence[Node]) -> int:
-        """Return how many pages of these nodes rows use; they need no free pages."""
+        """Return how many of these nodes' pages rows use already, which need no free page."""
         return sum(self._users[node.records[self.index]] > 0 for node in path)
 
     def admit(self, path: Sequence[Node], *, last: int, end: int) -> RowPages:
         """Return a new row's pages: cached ones of `path` that its first query sees, and new ones.
 
-        A space that keeps all tokens adds all pages up to index `end`, a window adds none yet.
+        A space that keeps all tokens adds all pages up to index `end`; a window adds none yet.
         """
         row = RowPages(self.most(last))
         self._promised += row.promised
@@ -183,7 +177,6 @@ class PageSpace:
         return row
 
     def grow(self, row: RowPages, end: int) -> tuple[int, ...]:
-        """Allocate the pages that the row lacks up to index `end`, and return them."""
         missing, most = max(end - row.end, 0), row.promised + self._of_chunks
         if len(row.pages) + missing > most:
             raise InvariantError(
@@ -222,7 +215,6 @@ class PageSpace:
     # The prefix tree.
 
     def last_start(self, path: Sequence[Node], depth: int) -> int:
-        """Return the largest depth up to `depth` before which the whole tail is cached."""
         i = depth
         while i > max(depth - self.tail, 0):
             i -= 1
@@ -233,8 +225,8 @@ class PageSpace:
     def publish(self, row: RowPages, last: Node, *, since: int, writer: int) -> None:
         """Attach the row's pages to the nodes up to `last`, from depth `since` + 1 on.
 
-        A node's page is replaced if no row uses it, so that eviction follows the last use.
-        writer: the first step that may read the pages.
+        A node's page is replaced if no row uses it, so that eviction follows the last use. writer:
+        the first step that may read the pages.
         """
         for node in islice(last.path(), max(last.depth - max(since, row.first), 0)):
             if node.depth > row.end:
@@ -251,10 +243,8 @@ class PageSpace:
             self.version += 1
 
     def seek(self, node: Node) -> None:
-        """Note that a text ended or diverged here: evict what a start here needs later.
-
-        If all tokens are kept, all pages are needed, and only the order of release counts.
-        """
+        """Note that a text ended or diverged here; the pages for a start here are evicted later."""
+        # In the full space every page is needed, so only the order of release counts.
         bit = 1 << self.index
         for each in islice(node.path(), self.tail) if self.keep is not None else ():
             page = each.records[self.index]
@@ -263,12 +253,10 @@ class PageSpace:
             each.sought |= bit
 
     def forget(self, node: Node) -> None:
-        """Detach the page of a node after which no row can start any more."""
         if node.records[self.index]:
             self._detach(node.records[self.index])
 
     def withdraw(self, step: int) -> None:
-        """Detach all pages written by that step or later."""
         for page in [page for page, (_, writer) in self._attached.items() if writer >= step]:
             self._detach(page)
 
@@ -276,7 +264,6 @@ class PageSpace:
         self._take_off(page).prune()
 
     def _take_off(self, page: int) -> Node:
-        """Remove a page from its node; it is free if no row uses it."""
         if not self._users[page]:
             del self._unused_of(page)[page]
             self._free.append(page)

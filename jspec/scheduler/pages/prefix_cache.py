@@ -1,16 +1,16 @@
-"""A prefix tree of pages, shared by all rows whose texts begin alike.
+"""A prefix tree of pages, shared by all rows with a common prefix.
 
-An edge is one page. Its key is the page's own tokens and the `lookahead` tokens after them: what a
-drafter stores for a token may depend on later tokens (EAGLE's slot i is computed from token i + 1),
-so a page fits only texts that continue like its writer's. The path to a node is its prefix.
+An edge is one page. Its key is the page's own tokens and the `lookahead` tokens after them, because
+a drafter's state for a token may depend on later tokens (EAGLE's slot i is computed from token i +
+1). So a page fits only texts that continue like its writer's. The path to a node is its prefix.
 
     worked example: page_size 2, lookahead 1, a text 5 6 7 8 9 in pages 11, 12 and a part of 13
     root --(5 6 7)--> page 11 --(7 8 9)--> page 12
     5 6 7 8 9 4 finds 11 and 12; 5 6 7 8 3 finds 11 alone: page 12 was made with 9 after it
 
 A node has one record for each cache space, which the tree does not interpret: a page of the full
-space or of a window, or 0 where the space has none. A row may start after a node if every space can
-serve a start there:
+space or of a window, or 0 for none. A row may start after a node if every space can serve a start
+there:
 
     page_size 2, window 4, a text of four pages, of which the window space has the second and third
     after page 2  the first query, at 4, sees 1..4: pages 1 and 2, and page 1 is missing
@@ -29,13 +29,7 @@ Ids = tuple[int, ...]
 
 
 class Node:
-    """A page end of the texts that begin alike. The root has depth 0 and no records.
-
-    siblings: the children of its parent, or the roots of all namespaces.
-    records: by space id; 0: none.
-    num_users: rows whose text continues after this node.
-    sought: bit i: a text ended or diverged where space i needs this node's record.
-    """
+    """A page end of texts with a common prefix. The root has depth 0 and no records."""
 
     __slots__ = (
         "children",
@@ -58,22 +52,23 @@ class Node:
     ) -> None:
         self.parent = parent
         self.key = key
-        self.siblings = siblings
+        self.siblings = siblings  # children of the parent, or the roots of all namespaces
         self.depth: int = 0 if parent is None else parent.depth + 1
         self.children: dict[Hashable, Node] = {}
-        self.records = [0] * num_spaces
+        self.records = [0] * num_spaces  # by space id; 0: none
+        # num_users: rows whose text continues after this node. Bit i of sought: a text ended or
+        # diverged where space i needs this node's record.
         self.num_users = self.sought = 0
         siblings[key] = self
 
     def path(self) -> Iterator[Node]:
-        """Yield this node and those before it, backwards, without the root."""
         node = self
         while node.parent is not None:
             yield node
             node = node.parent
 
     def prune(self) -> None:
-        """Remove this node if nothing needs it, and then those before it."""
+        """Remove this node and those before it, as far as nothing needs them."""
         node: Node | None = self
         while node and not (node.num_users or node.children or any(node.records)):
             node.siblings.pop(node.key, None)
@@ -81,11 +76,11 @@ class Node:
 
 
 class RecordSpace(Protocol):
-    """A cache space as the tree sees it: the owner of one record of each node."""
+    """A cache space, which owns one record of each node, as the tree uses it."""
 
     @property
     def version(self) -> int:
-        """Changes whenever a node gains or loses a record."""
+        """A number that changes whenever a node gains or loses a record."""
 
     def last_start(self, path: Sequence[Node], depth: int) -> int:
         """Return the largest depth up to `depth` on a path after which a row may start."""
@@ -101,7 +96,7 @@ class RecordSpace(Protocol):
 
 
 class PrefixCache:
-    """One tree per namespace: texts of different namespaces share nothing."""
+    """One tree per namespace. Texts of different namespaces share nothing."""
 
     def __init__(self, spaces: Sequence[RecordSpace], *, page_size: int, lookahead: int) -> None:
         self._spaces = spaces
@@ -143,7 +138,7 @@ class PrefixCache:
         return found or Node(None, namespace, self._roots, num_spaces=len(self._spaces))
 
     def extend(self, last: Node, ids: Ids, *, known: int, begin: int = 0) -> Node:
-        """Return the last node of a text of which `known` tokens are known; add missing nodes.
+        """Return the node after `known` tokens of a text, adding missing nodes.
 
         last: a node of the text. ids: the text from token `begin` on, which is not after `last`.
         """

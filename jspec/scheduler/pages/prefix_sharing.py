@@ -1,7 +1,7 @@
-"""Groups of decode rows that start with the same pages, whose keys are then read once.
+"""Groups of decode rows with the same first pages, whose keys are then read once.
 
-The groups are chosen to minimize reads: rows may share a short prefix with many rows or a longer
-one with few. They change only when rows come and go.
+The groups minimize reads: rows may share a short prefix with many rows or a longer one with few.
+They change only when rows start or end.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from jspec.scheduler.sequence import Tenancy
 
 Pages = Sequence[int]
 Shared = tuple[tuple[SharedPrefix, ...], int]
-Group = tuple[int, int, int]  # rows [begin, end) of those given, and how many pages they share
+Group = tuple[int, int, int]  # rows [begin, end) of the given ones, and the pages they share
 
 
 def common_length(first: Pages, second: Pages) -> int:
@@ -33,12 +33,12 @@ def common_length(first: Pages, second: Pages) -> int:
 
 
 def group_rows(tables: Sequence[Pages], *, rows_a_pack: int) -> list[Group]:
-    """Return the groups of sorted page tables that save most page reads.
+    """Return the groups of sorted page tables that save the most page reads.
 
     In:  1 2 3 4 | 1 2 3 5 | 1 6 | 7, two rows a pack
-    Out: [(0, 2, 3)]: saves 3 pages, where all of page 1 in packs of two, (0, 3, 1), would save 1
+    Out: [(0, 2, 3)], which saves 3 pages; page 1 in packs of two, (0, 3, 1), would save 1
 
-    Works bottom up over the tree of texts: at each branching, either all rows below read their
+    Works bottom up over the tree of texts. At each branching, either all rows below read their
     common prefix together, or the rows of each branch read their longer one.
     """
     common = [common_length(a, b) for a, b in pairwise(tables)]
@@ -65,7 +65,7 @@ def saved_rows(count: int, *, rows_a_pack: int) -> int:
 
 
 class PrefixSharing:
-    """The groups of the running rows, by slot; call `regroup` when a row starts or ends."""
+    """The groups of the running rows, by slot. Call `regroup` when a row starts or ends."""
 
     def __init__(self, pool: PoolLimits, sharing: SharingLimits) -> None:
         self._pool = pool
@@ -94,7 +94,7 @@ class PrefixSharing:
                 self._keys[slots] = pages * self._pool.page_size // unit * unit
 
     def among(self, slots: Ints) -> Shared:
-        """Return (each row's shared prefix, keys saved). Keep `slots` unchanged afterwards."""
+        """Return (each row's shared prefix, keys saved). Do not change `slots` afterwards."""
         if self._found is None or self._found[0] is not slots:
             self._found = slots, self._among(slots)
         return self._found[1]
@@ -103,7 +103,7 @@ class PrefixSharing:
         keys = self._keys[slots]
         if not keys.any():
             return (), 0
-        # A row without a prefix is a group of its own, which saves nothing.
+        # A row without a prefix is its own group, which saves nothing.
         names = np.where(keys > 0, self._group[slots], -1 - np.arange(len(slots)))
         _, first, inverse, counts = np.unique(
             names, return_index=True, return_inverse=True, return_counts=True

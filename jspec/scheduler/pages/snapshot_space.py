@@ -1,10 +1,10 @@
-"""Snapshots of rows' recurrent states at page ends, for rows whose texts begin alike.
+"""Snapshots of rows' recurrent states at page ends, for rows with a common prefix.
 
 A row can start after cached pages only where the state at their end was copied to a snapshot slot.
-A prefill first restores the states of admitted rows, then runs, then saves states. So chunks are
-cut to end
+A prefill step first restores the states of admitted rows, then runs, then saves states. So chunks
+are cut to end
 
-    at the last page end of the prompt after which a text that begins alike could start
+    at the last page end of the prompt after which a text with this prefix could start
     otherwise at the last multiple of the stride that the chunk reaches
 
     worked example: page_size 4, stride 2 pages, a prompt of 30, chunks of 12
@@ -13,9 +13,9 @@ cut to end
     chunk 28..29           samples the first token
 
 A state is saved when its step is planned and can be found once the pages before it are in the tree.
-Slots that no end of a text and no place where texts diverged needs are reused first, then the one
-saved or restored least recently. Steps run in the order of their dispatch, so a slot may be reused
-while a step that restores it is in flight.
+Slots that are needed neither at the end of a text nor where texts diverged are reused first, then
+the least recently saved or restored one. Steps run in the order of their dispatch, so a slot may be
+reused while a step that restores it is in flight.
 """
 
 from __future__ import annotations
@@ -44,13 +44,12 @@ class SnapshotSpace:
         return len(self._attached)
 
     def num_leaked(self, num_pending: int) -> int:
-        """Return the slots neither free nor in the tree nor pending: 0 unless there is a bug."""
         return self.num_snapshots - len(self._free) - len(self._attached) - num_pending
 
     # Rows.
 
     def chunk_end(self, start: int, end: int, *, last: int) -> int:
-        """Return where a chunk that could reach `end` ends. last: last page end to be found."""
+        """Return the end of a chunk that could reach `end`. last: the last useful page end."""
         if start < last <= end:
             return last
         at_stride = end // self._stride * self._stride
@@ -76,7 +75,7 @@ class SnapshotSpace:
         self._free.append(snapshot)
 
     def publish(self, snapshot: int, node: Node, *, writer: int) -> None:
-        """Attach an allocated slot to a node; free it if the node already has one.
+        """Attach an allocated slot to a node, or free it if the node already has one.
 
         writer: the first step that may restore it.
         """
@@ -95,7 +94,6 @@ class SnapshotSpace:
         return depth
 
     def seek(self, node: Node) -> None:
-        """Keep the last snapshot before the end of this node longer than others."""
         for each in node.path():
             if each.records[self.index]:
                 each.sought |= 1 << self.index

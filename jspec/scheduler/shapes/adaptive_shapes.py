@@ -1,19 +1,18 @@
 """Adaptive draft shapes: for each decode, choose the shape with the most tokens per second.
 
 A step that emits E tokens per row in c seconds is worth E / c. E is 1 plus, for each depth, the
-share of verifications that got so far; c is what the runner measured when the shape's program was
-built, corrected by the measured step times under load. Both drift, so both estimates decay.
+share of verifications that reached it. c was measured when the shape's program was built, and is
+corrected by step times under load. Both drift, so both estimates decay.
 
     worked example, chain 3/1/4, one row, milliseconds of an H200: plain 4.14, 3/1/4 4.85
     of 100 verifications 60 accepted one draft or more, 40 two, 30 three: E = 1 + 0.6 + 0.4 + 0.3
     worth of 3/1/4: 2.3 / 4.85 = 0.47 tokens a millisecond; of plain: 1 / 4.14 = 0.24
 
-Only running a shape shows what it accepts and costs. So a shape that might, by optimistic
-estimates, be worth more is probed for a few steps, once PROBE_SHARE of the time has been saved up
-to pay for the expected loss. Probes thus cost at most that share of all time, whatever they find
-and however much a change of programs costs.
+Only running a shape shows its acceptance and cost. So a shape that might be worth more, by
+optimistic estimates, is probed for a few steps once enough time has been saved for the expected
+loss: PROBE_SHARE of all time, which bounds the total cost of probes.
 
-Statistics are engine-wide: all rows of a step have one shape.
+Statistics are engine-wide, since all rows of a step have one shape.
 """
 
 from __future__ import annotations
@@ -29,41 +28,36 @@ from jspec.scheduler.shapes.shape_choice import ShapeTotals, StepCosts
 from jspec.spec import indexing as core_shapes
 
 # Chosen by benchmarks/simulate_adaptive.py.
-MARGIN = 0.015  # another shape must be worth so much more to be chosen
-HALF_VERIFICATIONS = 512  # what was accepted before that many counts half
-HALF_STEPS = 256  # the same for decode steps that verified nothing at a depth
-HALF_HOPE = 64  # decode steps of that kind after which what was seen speaks half against hope
-PRIOR = 4.0  # verifications that what other shapes accept counts for
-HOPE = 2.0  # verifications that might have gone well, beyond those that were seen
-# Share of a cost by which one that was never corrected might be too high: whatever else a host did
-# while it was measured, compiling above all, only added to it.
+MARGIN = 0.015  # relative gain for which the shape is changed
+HALF_VERIFICATIONS = 512  # verifications after which an observation has half its weight
+HALF_STEPS = 256  # the same, in decode steps that verified nothing at a depth
+HALF_HOPE = 64  # such decode steps after which observations have half their weight against HOPE
+PRIOR = 4.0  # weight of the acceptance of all shapes in that of one, in verifications
+HOPE = 2.0  # successful verifications that an optimistic estimate adds
+# Share of an uncorrected cost that may be due to other work of the host while it was measured,
+# such as compiling.
 HOPED_COST = 0.3
 COST_GAIN, COST_CLIP = 0.05, 0.05  # gain, and cap on the relative deviation, of a cost correction
-# The same for probes that took less time: they have few steps, and a slow host only adds time.
+# The same for probes faster than expected: they are short, and a slow host only adds time.
 LESS_GAIN, LESS_CLIP = 0.3, 0.5
 PROBE_SHARE = 0.008  # of all time may be lost by probes
-LEAST_LOSS = 0.1  # share of a probe's time that counts as lost
-MOST_SAVED = 32.0  # steps of the chosen shape that may be saved up for probes, or pending
+LEAST_LOSS = 0.1  # share of a probe's time that counts as lost at least
+MOST_SAVED = 32.0  # limit of the savings and of the debt, in steps of the chosen shape
 FIRST_SAVED = 6.0
-# Least size of a probe: the first step does not show the cost of a shape.
+# Minimum size of a probe: its first step does not show the cost of a shape.
 PROBE_STEPS, PROBE_VERIFICATIONS = 4, 8
-MOST_CHARGED = 1.5  # most steps charged for a change of shape, since a slow moment may add time
+MOST_CHARGED = 1.5  # steps charged at most for a change of shape, since a slow moment adds time
 
 Place = tuple[int, StepOptions]  # key of a cost: the batch's bucket, and the options of its rows
 
 
 class Acceptance:
-    """Decaying acceptance statistics by depth.
-
-    reached[d]: weight of verifications that reached depth d and had a draft there.
-    passed[d]: weight of those that accepted it.
-    idle[d]: decode steps since the last such verification.
-    """
+    """Decaying acceptance statistics by depth."""
 
     def __init__(self, num_steps: int) -> None:
-        self.reached = np.zeros(num_steps)
-        self.passed = np.zeros(num_steps)
-        self.idle = np.zeros(num_steps)
+        self.reached = np.zeros(num_steps)  # weight of verifications with a draft at this depth
+        self.passed = np.zeros(num_steps)  # weight of those that accepted it
+        self.idle = np.zeros(num_steps)  # decode steps since the last such verification
 
     @property
     def freshness(self) -> np.ndarray:
@@ -90,11 +84,11 @@ class AdaptiveShapes:
         self._step_costs = step_costs
         self._current = limits.draft_shape
         depth = limits.draft_shape.depth
-        self._any = Acceptance(depth)  # of all shapes: a guess for those hardly seen
+        self._any = Acceptance(depth)  # of all shapes, as a prior for rare ones
         self._accepted = {shape.topk: Acceptance(depth) for shape in limits.shapes}
         self._measured: dict[Place, dict[SpeculativeConfig, float]] = {}
         self._given: dict[Place, Mapping[SpeculativeConfig, float]] = {}  # `measured`, uncapped
-        self._shift: dict[Place, float] = {}  # seconds, of every shape there
+        self._shift: dict[Place, float] = {}  # correction in seconds of all shapes
         self._own_shift: dict[tuple[Place, SpeculativeConfig], float] = {}
         self._num_seen: dict[tuple[Place, SpeculativeConfig], int] = {}
         self._seen_shift: dict[tuple[Place, SpeculativeConfig], float] = {}  # when it ran last
@@ -108,9 +102,9 @@ class AdaptiveShapes:
         return self._totals
 
     def expected_tokens(self, shape: SpeculativeConfig, *, hope: float = 0.0) -> float:
-        """Return the tokens a row that a step of this shape emits, for a tree at least its chain's.
+        """Return the expected tokens per row of a step, at least those of a smaller top-k.
 
-        hope: further verifications that are assumed to have accepted each draft
+        hope: further verifications that are assumed to have accepted each draft.
         """
         within = (topk for topk in self._accepted if topk <= shape.topk)
         return max(self._emitted(topk, shape.depth, hope=hope) for topk in within)
@@ -143,7 +137,6 @@ class AdaptiveShapes:
         return self._probe if is_probe else self._current
 
     def _plan_probe(self, place: Place, worth: dict[SpeculativeConfig, float]) -> None:
-        """Start a probe of the most promising other shape if its loss is covered by the savings."""
         if self._num_probes_left and self._probe in worth:
             return
         self._num_probes_left = 0
@@ -155,8 +148,8 @@ class AdaptiveShapes:
         shape = max(hoped, key=lambda shape: hoped[shape], default=self._current)
         if hoped.get(shape, 0.0) <= (1 + MARGIN) * worth[self._current]:
             return
-        # Of a step's time what the chosen shape would have needed for the same tokens is not lost.
-        # At least LEAST_LOSS counts: what is held to be as good would else be probed for ever.
+        # The loss is the time beyond what the chosen shape needs for the same tokens. It is at
+        # least LEAST_LOSS, or an equally good shape would be probed forever.
         share = max(1 - worth[shape] / worth[self._current], LEAST_LOSS)
         num_steps = max(PROBE_STEPS, PROBE_VERIFICATIONS // place[0])
         cost = num_steps * share * self._cost(place, shape) / self._cost(place, self._current)
@@ -168,13 +161,12 @@ class AdaptiveShapes:
         return core_shapes.bucket(num_rows, self._limits.programs.decode_buckets), options
 
     def _cost(self, place: Place, shape: SpeculativeConfig) -> float:
-        """Return the seconds of a step, at least half of the measured ones."""
         measured = self._measured[place][shape]
         shift = self._shift.get(place, 0.0) + self._own_shift.get((place, shape), 0.0)
         return max(measured + shift, measured / 2)
 
     def _hoped_cost(self, place: Place, shape: SpeculativeConfig) -> float:
-        """Return an optimistic cost: without rises of the shared correction since its last run."""
+        """Return an optimistic cost, without the rise of the shared correction since its run."""
         risen = self._shift.get(place, 0.0) - self._seen_shift.get((place, shape), 0.0)
         cost = self._cost(place, shape) * (
             1 - HOPED_COST / (1 + self._num_seen.get((place, shape), 0))
@@ -193,12 +185,9 @@ class AdaptiveShapes:
             accepted.see(verified if topk == shape.topk else ())
 
     def timed(self, plan: StepPlan, seconds: float) -> None:
-        """Implement ShapeChooser.timed.
-
-        Costs are not corrected by steps after another program, whose times are off, by those that
-        wait for the host, or by those that give the drafter more than their own tokens. The cost of
-        a change of shape is taken from the savings for probes.
-        """
+        # Costs are not corrected by steps that follow another program, wait for the host or include
+        # a draft prefill, whose times differ. The cost of a change of shape is taken from the
+        # savings for probes.
         before, self._ran = self._ran, None
         if plan.is_prefill:
             return
@@ -229,7 +218,7 @@ class AdaptiveShapes:
 
 
 def _capped(costs: Mapping[SpeculativeConfig, float]) -> dict[SpeculativeConfig, float]:
-    """Cap each cost: a shape with no more work than another one costs no more."""
+    """Cap each cost: a shape costs at most as much as any with at least its work."""
 
     def work(of: SpeculativeConfig) -> tuple[int, int, int]:
         return of.num_steps, of.topk, of.num_draft_tokens

@@ -1,6 +1,6 @@
 """The interface by which the scheduler chooses the draft shape of a decode step.
 
-The text does not depend on the choice, only how much is drafted and verified in one step.
+The choice changes how much is drafted and verified in a step, never the text.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from jspec.config.limits import SpeculativeConfig
 from jspec.messages.plan import RoundResult, StepPlan, StepResult
 from jspec.messages.step_options import StepOptions
 
-# (rows, options) -> seconds of a decode, by shape, of the programs that exist and were measured.
+# (rows, options) -> seconds of a decode by shape, for the programs that exist and were measured.
 StepCosts = Callable[[int, StepOptions], Mapping[SpeculativeConfig, float]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShapeTotals:
-    """Expected and actual totals of the decodes read, tokens over all rows."""
+    """Expected and actual totals of the decodes read; tokens are summed over rows."""
 
-    num_steps: int | None = None  # S of the shape that is chosen now; None: shapes are not chosen
+    num_steps: int | None = None  # S of the current shape; None: the shape is fixed
     expected_tokens: float = 0.0
     emitted_tokens: int = 0
     expected_seconds: float = 0.0
@@ -47,7 +47,7 @@ class ShapeChooser(Protocol):
 
     @property
     def totals(self) -> ShapeTotals:
-        """Totals; readable from any thread."""
+        """Totals, which any thread may read."""
         ...
 
     def choose(self, *, num_rows: int, options: StepOptions) -> SpeculativeConfig:
@@ -55,7 +55,7 @@ class ShapeChooser(Protocol):
         ...
 
     def read(self, plan: StepPlan, result: StepResult) -> None:
-        """Record a decode, restricted to the rows whose drafts may be accepted (`tell`)."""
+        """Record a decode, restricted to rows that may accept drafts (`tell`)."""
         ...
 
     def timed(self, plan: StepPlan, seconds: float) -> None:
@@ -85,7 +85,7 @@ class FixedShape:
 def tell(chooser: ShapeChooser, plan: StepPlan, result: StepResult, *, drafts: np.ndarray) -> None:
     """Call chooser.read for a decode, without rows that have speculation off.
 
-    Those do not show what drafts are worth; without other rows, `read` is not called.
+    Such rows show nothing about drafts; if there are no others, `read` is not called.
     """
     if not drafts.all():
         plan = replace(

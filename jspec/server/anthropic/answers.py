@@ -1,4 +1,4 @@
-"""Answers of /v1/messages: the content blocks of a message as its text grows, and its events."""
+"""Answers of /v1/messages: a message's content blocks as its text grows, and its events."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ class MessageBlocks:
 
 
 def _arguments(text: str) -> Any:
-    """Return a call's input; text that a cut left without an end stays text under "partial"."""
+    """Return a call's input; incomplete JSON is returned as text under "partial"."""
     try:
         return json.loads(text or "{}")
     except ValueError:

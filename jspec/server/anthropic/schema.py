@@ -23,7 +23,7 @@ from jspec.server.http.fields import (
 )
 from jspec.server.openai.chat_schema import ChatCall, parse_chat
 
-# Fields with the same name and meaning in a chat; the second row is jspec's own.
+# Fields with the same name and meaning in a chat. The second row is jspec's own.
 SAME_FIELDS = frozenset(
     {
         *("model", "stream", "temperature", "top_p", "top_k", "max_tokens"),
@@ -131,7 +131,7 @@ def _messages(values: JsonObject) -> list[dict[str, Any]]:
 
 
 def _turn(role: str, blocks: Sequence[object], where: str) -> list[dict[str, Any]]:
-    """Return a turn's tool results, each a message of its own, and then its text."""
+    """Return each of a turn's tool results as a message, and then its text."""
     results, texts = [], []
     for i, block in enumerate(blocks):
         fields = as_object(block, f"{where}[{i}]")
@@ -170,10 +170,7 @@ def _answer(blocks: Sequence[object], where: str) -> dict[str, Any]:
 
 
 def _text(content: object, where: str, *, first: int = 0) -> str:
-    """Join text blocks. first: index of the first one in an error.
-
-    cache_control has no effect: all prompts are cached.
-    """
+    """Join text blocks; cache_control has no effect. first: the first one's index, for errors."""
     if isinstance(content, str):
         return check_text(where, content)
     if not isinstance(content, list):
@@ -239,9 +236,8 @@ def _format(given: object) -> Mapping[str, Any] | None:
 
 
 def _thinking(values: JsonObject) -> dict[str, Any]:
-    """Return what `thinking` is in a chat: enable_thinking, which most templates read, beside the
-    template's other variables, and a budget.
-    """
+    """Return a chat's fields for `thinking`: a budget, and the template's variables."""
+    # Most templates read the variable enable_thinking.
     given: Any = values.get("chat_template_kwargs")
     if values.get("thinking") is None:
         return {"chat_template_kwargs": given}

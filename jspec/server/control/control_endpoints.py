@@ -141,7 +141,7 @@ class ControlEndpoints:
         )
 
     def _check_size(self, name: str, size: int, unit: str) -> None:
-        """Raise RequestError beyond any real prompt; 1 MB takes seconds, and 100 MB of memory."""
+        """Raise RequestError beyond any real prompt; 1 MB takes seconds and 100 MB of memory."""
         most = max(MAX_SIZE, MOST_CHARS_A_TOKEN * self.service.engine.limits.pool.context_length)
         if size > most:
             raise RequestError(f"{name} has {size} {unit}; expected at most {most}")
@@ -149,9 +149,9 @@ class ControlEndpoints:
     async def _in_turn(
         self, request: Request, make: Callable[[], Response], *, size: int
     ) -> Response:
-        """Return make(), in a dedicated thread if it takes long; shared ones must read bodies.
+        """Return make(), in a dedicated thread if it takes long; shared threads must read bodies.
 
-        A disconnect of the client ends the wait.
+        A client's disconnect ends the wait.
         """
         if size <= INLINE_CHARS:
             return make()

@@ -1,7 +1,7 @@
 """Every metric of /metrics: name, kind, meaning, and how a scrape reads it.
 
-The names are SGLang's and vLLM's, so that dashboards for either work; one value may have several
-names. Others start with jspec. `metrics_table` makes the table of docs/metrics.md.
+Names are SGLang's and vLLM's, so that dashboards for either work, and one value may have several.
+Other names start with jspec. `metrics_table` makes the table of docs/metrics.md.
 """
 
 from __future__ import annotations
@@ -39,13 +39,10 @@ class MetricKind(enum.Enum):
 
 
 class Histogram:
-    """Counts of values by bucket. prometheus_client's takes a lock and 2 us per value.
-
-    bounds: ascending upper bounds; larger values have their own bucket.
-    """
+    """Counts of values by bucket. prometheus_client's version takes a lock and 2 us per value."""
 
     def __init__(self, bounds: tuple[float, ...]) -> None:
-        self._bounds = bounds
+        self._bounds = bounds  # ascending upper bounds; larger values have their own bucket
         self._counts = [0] * (len(bounds) + 1)
         self._sum = 0.0
 
@@ -93,7 +90,7 @@ class MetricRow:
     kind: MetricKind
     text: str
     read: Callable[[Snapshot], Value]
-    labels: tuple[str, ...] = ()  # of the keys of a mapping that `read` returns
+    labels: tuple[str, ...] = ()  # for the keys of a mapping that `read` returns
 
     @property
     def exposed(self) -> tuple[str, ...]:
@@ -137,7 +134,7 @@ def accepted_by_position(histogram: Sequence[int]) -> dict[tuple[str, ...], floa
 
 
 def _used_tokens(now: Snapshot) -> int:
-    """Clip to max_total_tokens: the pool's additional pages, for drafts, are not counted."""
+    """Return at most max_total_tokens, without the pool's additional pages for drafts."""
     return min(now.stats.num_used_pages * now.limits.pool.page_size, _all_tokens(now))
 
 
@@ -146,7 +143,7 @@ def _all_tokens(now: Snapshot) -> int:
 
 
 def _lora_requests(now: Snapshot) -> dict[tuple[str, ...], float]:
-    """vLLM's labels, which gateways read: names in one text. The value is the time."""
+    """Return the time by vLLM's labels, adapter names in one text, which gateways read."""
     running, waiting = (
         ",".join(sorted(counts))
         for counts in (now.stats.running_by_lora, now.stats.waiting_by_lora)
@@ -155,7 +152,7 @@ def _lora_requests(now: Snapshot) -> dict[tuple[str, ...], float]:
 
 
 def _of_each_lora(now: Snapshot, counts: Mapping[str, int]) -> dict[tuple[str, ...], float]:
-    """An unloaded adapter has a count while requests have it."""
+    """Return each adapter's count, including unloaded adapters that requests still use."""
     return {(name,): counts.get(name, 0) for name in dict.fromkeys((*now.loras, *counts))}
 
 

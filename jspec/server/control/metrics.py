@@ -20,14 +20,12 @@ from jspec.messages.response import Completion
 from jspec.scheduler.stats import SchedulerStats
 from jspec.server.control.metric_table import METRICS, WINDOW_SECONDS, Observed, Snapshot, ratio
 
-MAX_SAMPLES = 1000  # a clock that often stops would make a very long window
+MAX_SAMPLES = 1000  # bounds the window if the clock often stops
 MIN_RETRY_SECONDS, MAX_RETRY_SECONDS = 1.0, 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
-    """Rates of the last window, as in SGLang's log."""
-
     gen_throughput: float = 0.0  # output tokens per second
     acceptance_length: float = 0.0
     accept_rate: float = 0.0
@@ -73,10 +71,8 @@ class RateMeter:
     def seconds_until_left(
         self, stats: SchedulerStats, num_sequences: int, *, less: float = 0.0
     ) -> float:
-        """Estimate the seconds until that many sequences have ended, minus `less`, within 1..60.
-
-        A window in which none ended counts as one ended.
-        """
+        """Estimate the seconds until that many sequences have ended, minus `less`, within 1..60."""
+        # A window in which none ended counts as one ended.
         if not self._samples:
             return MIN_RETRY_SECONDS
         began, then = self._samples[0]
@@ -115,12 +111,12 @@ class ServerMetrics(Collector):
         self._registry.register(self)
 
     def render(self, balancedness: Mapping[int, float]) -> bytes:
-        """Return the text of a scrape. balancedness: of the experts of each layer."""
+        """Return the text of a scrape. balancedness: of each layer's experts."""
         self._balancedness = balancedness
         return generate_latest(self._registry)
 
     def observe(self, completion: Completion, chunk: StreamChunk) -> None:
-        """Record the latencies of a new chunk; an interval counts once per token of the chunk."""
+        """Record the latencies of a new chunk. An interval counts once per token of the chunk."""
         observed, now = self._observed, time.monotonic()
         first, last = completion.first_token, completion.last_token
         if chunk.new_ids:

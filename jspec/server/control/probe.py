@@ -14,7 +14,7 @@ POLL_SECONDS = 0.02
 
 
 async def makes_progress(engine: Engine) -> bool:
-    """Return True if running requests, else one token of its own, make progress.
+    """Return True if running requests, or else a request of one token, make progress.
 
     A busy engine gets no probe, which would queue: any step within PROBE_SECONDS counts.
     """

@@ -1,7 +1,7 @@
-"""OpenTelemetry spans of requests, one a sequence, under the attribute names that vLLM has.
+"""OpenTelemetry spans of requests, one per sequence, with vLLM's attribute names.
 
-A caller's trace goes on: the `traceparent` header of a request is the parent of its spans. The
-packages are in the extra `otlp`; nothing is imported without --otlp-traces-endpoint.
+A request's `traceparent` header is the parent of its spans. The packages are in the extra `otlp`;
+nothing is imported without --otlp-traces-endpoint.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _PARENT: ContextVar[Mapping[str, str]] = ContextVar("trace_parent", default=NO_P
 
 
 class TraceParent:
-    """Middleware that remembers the trace headers of a request for what it submits."""
+    """Middleware that remembers a request's trace headers for the sequences that it submits."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -66,7 +66,7 @@ class RequestSpans:
     def record(
         self, completion: Completion, times: Mapping[str, float], parent: Mapping[str, str]
     ) -> None:
-        """Record a span. times: of the request's trace. Does not wait for the exporter."""
+        """Record a span without waiting for the exporter. times: of the request's trace."""
         now = time.monotonic()
         began = times.get(Border.RECEIVED.value, completion.started)
         ended = now if completion.finish is None else completion.last_token or now
@@ -109,14 +109,14 @@ class RequestSpans:
         return found
 
     def close(self) -> None:
-        """Export what is left; blocks, for as long as the exporter's timeout."""
+        """Export the remaining spans; blocks for at most the exporter's timeout."""
         self._provider.shutdown()
 
 
 def exporting_spans(endpoint: str, *, model_name: str) -> RequestSpans:
     """Return spans that a thread sends to `endpoint` in batches. Raises ConfigError."""
     resources, sdk, export = _sdk(endpoint)
-    # The exporter for gRPC encrypts with any scheme but http, unless a variable says otherwise.
+    # The exporter for gRPC encrypts for any scheme except http, unless a variable overrides this.
     address = endpoint.replace("grpc://", "http://", 1)
     exporter = _exporter_module(endpoint).OTLPSpanExporter(endpoint=address)
     named = {"service.name": os.environ.get("OTEL_SERVICE_NAME", "jspec")}

@@ -22,7 +22,7 @@ def open_trace(path: str) -> RequestTrace:
     is_full = False
 
     def write(line: str) -> None:
-        """A full disk ends the trace but no request."""
+        """Write a line. A full disk ends the trace but no request."""
         nonlocal is_full
         if is_full:
             return

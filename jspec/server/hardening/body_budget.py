@@ -1,7 +1,7 @@
-"""A bound on the bytes of all bodies that have not come whole.
+"""A bound on the bytes of all incomplete bodies.
 
-Without it a few clients that stop before the last byte take as much memory as they like. The oldest
-body makes room for a new one: a client that sends slowly loses.
+Without it, a few clients that stop before the last byte take unlimited memory. The oldest body is
+refused for a new one, so slow clients lose.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ class UnfinishedBody:
 
 
 class BodyBudget:
-    """The unfinished bodies of one server, which together have at most `max_bytes`."""
+    """The incomplete bodies of one server, which have at most `max_bytes` in all."""
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
         self.num_bytes = 0
-        self._bodies: dict[UnfinishedBody, None] = {}  # those with bytes, oldest first
+        self._bodies: dict[UnfinishedBody, None] = {}  # bodies with bytes, oldest first
 
     @contextmanager
     def open(self, limit: asyncio.Timeout) -> Iterator[UnfinishedBody]:
@@ -43,7 +43,7 @@ class BodyBudget:
             self._close(body)
 
     def add(self, body: UnfinishedBody, num_bytes: int) -> None:
-        """Count bytes that came. Beyond the maximum, refuse the oldest bodies, perhaps this one."""
+        """Count received bytes. Beyond the maximum, refuse the oldest bodies, perhaps this one."""
         if body.is_refused:  # its reader has not noticed yet
             return
         self._bodies[body] = None

@@ -26,8 +26,8 @@ from jspec.server.hardening.line_limit import REFUSED
 
 MAX_CONNECTIONS = 4096
 SPARE_FILES = 32  # file descriptors for other uses, in addition to those open at the start
-# asyncio accepts this many per turn of its loop. A connection is seen, and closed if there are too
-# many, up to three turns later: all unseen ones must fit among the spare files.
+# asyncio accepts this many per turn of its loop. Excess connections are closed up to three turns
+# later, so three turns of connections must fit among the spare files.
 ACCEPTS_IN_A_TURN = 4
 MAX_WAITING = 2048  # connections that the system queues until they are accepted
 _RESET = struct.pack("ii", 1, 0)  # a value of SO_LINGER
@@ -51,9 +51,9 @@ def most_connections(most_files: int | None = None) -> int:
 
 
 class Handshakes:
-    """Accepted connections with unfinished TLS handshakes; the oldest makes room.
+    """Accepted connections with incomplete TLS handshakes; the oldest is closed for a new one.
 
-    Together with finished ones they are at most max_connections.
+    Together with established connections, they are at most max_connections.
     """
 
     def __init__(self, max_connections: int) -> None:
@@ -139,7 +139,7 @@ class BoundedProtocol(H11Protocol):
     head_seconds: float
     max_connections: int
     handshakes: Handshakes
-    places: Iterator[int]  # order in which connections began to wait; clocks have ties
+    places: Iterator[int]  # order in which connections started to wait; clocks have ties
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -163,10 +163,8 @@ class BoundedProtocol(H11Protocol):
         self._look()
 
     def _make_room(self) -> bool:
-        """Close the connection that waited longest for a head or a body; False if none waits.
-
-        With heads alone, new connections, not read yet, would evict each other.
-        """
+        """Close the connection that waited longest for a head or body; return False if none did."""
+        # If only heads counted, new connections, not read yet, would evict each other.
         waiting = [
             each
             for each in self.connections
@@ -224,15 +222,13 @@ class BoundedProtocol(H11Protocol):
             self.transport.close()
 
     def _look(self) -> None:
-        """Close the connection if its client has read nothing since the last check.
-
-        Nothing is added while writing is paused or closing, so any read lowers the count.
-        """
+        """Close the connection if its client has read nothing since the last check."""
+        # Nothing is added while writing is paused or closing, so any read lowers the count.
         is_held = self.flow.write_paused or self.transport.is_closing()
         num_unsent = self._count_unsent() if is_held else 0
         if 0 < self._num_unsent <= num_unsent:
             REFUSED.warning("a client read nothing for %g s: closed", self.head_seconds)
-            # Reset it; else the system keeps the unsent data for as long as the client likes.
+            # Reset it, or the system keeps the unsent data as long as the client is connected.
             self.transport.get_extra_info("socket").setsockopt(
                 socket.SOL_SOCKET, socket.SO_LINGER, _RESET
             )
@@ -242,11 +238,9 @@ class BoundedProtocol(H11Protocol):
         self._watch = self.loop.call_later(self.head_seconds, self._look)
 
     def _count_unsent(self) -> int:
-        """Return the bytes that the client has not read: in the transport and, on Linux, kernel.
-
-        Linux takes more from a process only when a third of its buffer is free, and that buffer
-        grows to 4 MiB: a slow client would seem to read nothing for long.
-        """
+        """Return the bytes that the client has not read, in the transport and Linux's kernel."""
+        # Linux takes more from a process only when a third of its buffer is free, and that buffer
+        # grows to 4 MiB, so without the kernel's bytes a slow client would seem to read nothing.
         num_unsent = self.transport.get_write_buffer_size()
         if num_unsent and sys.platform == "linux":
             connection = self.transport.get_extra_info("socket")

@@ -1,8 +1,8 @@
 """Bounds on the structure of a JSON text, checked before parsing.
 
-json.loads holds Python's lock, and its result takes up to 20 times the text's length in memory: a
-body of a few megabytes can stop every stream for a second. So lists, objects and their members are
-counted first, outside of strings, piece by piece, so that other threads run in between.
+json.loads holds the GIL, and its result takes up to 20 times the text's length in memory, so a body
+of a few megabytes can stop every stream for a second. Lists, objects and their members are
+therefore counted first, outside of strings, in pieces, so that other threads run in between.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PIECE = 1 << 18  # bytes
 def check_structure(body: bytes) -> None:
     """Raise RequestError for a body with more lists, keys or values than BOUNDS."""
     if all(_count(body, signs) <= most for signs, most, _ in BOUNDS):
-        return  # even counting strings
+        return  # even if strings are counted
     found = [0] * len(BOUNDS)
     for outside in outside_of_strings(body):
         for i, (signs, most, what) in enumerate(BOUNDS):

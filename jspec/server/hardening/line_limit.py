@@ -1,4 +1,4 @@
-"""A limit on log lines that any client can cause, so that none of them fills a disk."""
+"""A limit on log lines that clients can cause, so that none of them fills a disk."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterator
 LOGGER = logging.getLogger("jspec.server")
 # For refused requests and closed connections.
 REFUSED = logging.getLogger("jspec.server.refused")
-MOST_LINES = 20  # a second and logger
+MOST_LINES = 20  # per second and logger
 
 
 class LineLimit(logging.Filter):
-    """Drops the lines of a logger beyond MOST_LINES a second, and then logs their number."""
+    """Drops a logger's lines beyond MOST_LINES per second, and then logs their number."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class LineLimit(logging.Filter):
 
 @contextlib.contextmanager
 def limited_lines() -> Iterator[None]:
-    """Limit the lines about refused requests and closed connections, uvicorn's included."""
+    """Limit the lines about refused requests and closed connections, including uvicorn's."""
     limits = [(logger, LineLimit()) for logger in (REFUSED, logging.getLogger("uvicorn.error"))]
     for logger, limit in limits:
         logger.addFilter(limit)

@@ -1,8 +1,8 @@
 """Middleware against foreign web pages, by Origin and Host.
 
 A browser sends requests to this machine on behalf of any open page. Requests that change state,
-start work or tell about the machine are accepted only from the server's own pages and from allowed
-origins. Other clients send no Origin and are not affected.
+start work or reveal facts about the machine are accepted only from the server's own pages and from
+allowed origins. Other clients send no Origin and are not affected.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from jspec.server.hardening.line_limit import REFUSED
 from jspec.server.http.exchange import error_response, in_one_line
 from jspec.server.server_args import ServerArgs
 
-# Routes whose GET changes something, or tells about this machine.
+# Routes whose GET changes something, or reveals facts about this machine.
 GUARDED_PATHS = frozenset(
     {
         *("/flush_cache", "/freeze_gc", "/start_profile", "/stop_profile"),
@@ -35,8 +35,8 @@ class OriginGuard:
     """Middleware: 403 for a guarded request from a page of another origin.
 
     A page is the server's own if its origin equals Host, and Host is not a name that others may
-    own: such a name can be made to resolve to this machine (DNS rebinding). With an API key, which
-    a foreign page lacks, any name is accepted.
+    own, since such a name can be made to resolve to this machine (DNS rebinding). With an API key,
+    which a foreign page lacks, any name is accepted.
     """
 
     def __init__(self, app: ASGIApp, *, args: ServerArgs) -> None:
@@ -66,8 +66,8 @@ class OriginGuard:
             kind = headers.get(b"sec-fetch-site", b"")
             if kind in FOREIGN:
                 return f"the request is {kind.decode('latin-1')}"
-            # Browsers send Sec-Fetch-Site to few URLs, none of a rebound name among them, and
-            # Accept-Language to all. A page can change that header, and cannot remove it.
+            # Browsers send Sec-Fetch-Site only to some URLs, never for a rebound name, and
+            # Accept-Language to all. A page can change that header, but not remove it.
             is_pages = kind != b"none" if kind else b"accept-language" in headers
             return self._foreign_name(host) if is_pages and "*" not in self._origins else ""
         origin = given.decode("latin-1")

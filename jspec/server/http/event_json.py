@@ -1,6 +1,6 @@
-"""One sequence's events as JSON, escaping each character once.
+"""One sequence's events as JSON, with each character escaped once.
 
-A cumulative stream repeats all earlier output, whose encoded bytes are kept and copied. The bytes
+A cumulative stream repeats all earlier output, so its encoded bytes are kept and copied. The bytes
 equal those of `encode_event` for the same object.
 """
 
@@ -23,20 +23,18 @@ def encode_event(body: Mapping[str, Any]) -> bytes:
 
 
 class EventJson:
-    """The events of one sequence, such as {"text": "ab", "output_ids": [1, 2], "meta_info": {...}}.
-
-    keeps_all: events are cumulative, else only new output.
-    index: of the sequence in its call, if there are several.
-    """
+    """The events of one sequence, such as {"text": "ab", "output_ids": [1, 2], "meta_info":
+    {...}}."""
 
     def __init__(self, completion: Completion, *, keeps_all: bool, index: int | None) -> None:
+        # keeps_all: events are cumulative, not deltas. index: the sequence's index among several.
         self._completion, self._keeps_all, self._index = completion, keeps_all, index
         self._text = bytearray()
         self._ids = bytearray()
         self._lists: dict[str, bytearray] = {}
 
     def take(self) -> bytes:
-        """Return the sequence so far as an event, or what is new. Costs as much as what is new."""
+        """Return the next event, in time linear in the new output."""
         completion = self._completion
         text, told = completion.take()
         self._add(text, completion.output_ids[told.ids :])

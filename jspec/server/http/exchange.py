@@ -1,7 +1,7 @@
 """HTTP plumbing: bounded JSON bodies, errors, the bearer check, and disconnects.
 
-An error has OpenAI's shape as SGLang writes it (`object`, `message`, ...), and the same inside
-`error`, where OpenAI's own clients look. `request.state.error_body` is another API's shape.
+An error has OpenAI's form as SGLang writes it (`object`, `message`, ...), and the same inside
+`error`, where OpenAI's own clients look. `request.state.error_body` makes another API's form.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from jspec.server.server_args import ServerArgs
 
 T = TypeVar("T")
 LOGGER = logging.getLogger("jspec.server")
-# Limits of reading the rest of a too long body, so that its client reads the answer.
+# Limits for reading the rest of a body that is too long, so that its client reads the answer.
 DRAIN_BYTES = 256 * 2**20
 DRAIN_SECONDS = 10.0
 NEAR_PATH = 0.8  # minimum similarity of a suggested path
@@ -53,7 +53,7 @@ OPEN_PATHS = frozenset({"/", "/health", "/health_generate", "/ping", "/ready", "
 
 
 class ClientGoneError(Exception):
-    """The client closed its connection before the answer."""
+    """Raised if the client closed its connection before the answer."""
 
 
 class LongBodyError(HTTPException):
@@ -70,9 +70,9 @@ class LongBodyError(HTTPException):
 
 
 class EarlyResponse(JSONResponse):
-    """A whole answer, and then the rest of the body is read and discarded, within bounds.
+    """A whole answer, after which the rest of the body is read and discarded, within bounds.
 
-    Closing a connection with unread bytes resets it: the client might never see the answer.
+    Closing a connection with unread bytes resets it, so the client might never see the answer.
     """
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -197,7 +197,7 @@ def near_path(path: str, known: Sequence[str]) -> str:
 
 
 async def on_gone(_: Request, __: Exception) -> Response:
-    # Not sent: the connection is closed. 499 is what proxies log for it.
+    # Not sent, since the connection is closed. Proxies log 499 for it.
     return Response(status_code=499)
 
 
@@ -217,8 +217,8 @@ async def read_call(
     A long body is parsed in a thread, so that other requests proceed. Unknown fields are ignored
     (jspec.messages.unknown_fields), or refused if --strict-requests.
 
-    Raises what `parse` does, RequestError if the body is not JSON, and HTTPException: those of
-    `read_bytes`, and 415 for types that a browser sends to other sites without preflight.
+    Raises the errors of `parse` and `read_bytes`, RequestError if the body is not JSON, and
+    HTTPException 415 for types that a browser sends to other sites without preflight.
     """
     body = await read_bytes(request, args)
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -251,10 +251,7 @@ def _loaded(body: bytes) -> object:
 
 
 async def read_bytes(request: Request, args: ServerArgs) -> bytes:
-    """Return the body.
-
-    Raises HTTPException: 413 too long, 408 too slow, 503 if it made room for others.
-    """
+    """Return the body. Raises HTTPException: 413 too long, 408 too slow, 503 refused for others."""
     budget: BodyBudget = request.app.state.body_budget
     limit = asyncio.timeout(args.request_timeout)
     with budget.open(limit) as unfinished:
@@ -300,7 +297,7 @@ def _refuse_constant(name: str) -> NoReturn:
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     """Await `work`; cancel it and raise ClientGoneError if the client disconnects.
 
-    The body must have been read: the next message of `receive` is then the disconnect.
+    The body must have been read, so that the next message of `receive` is the disconnect.
     """
     working = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_disconnection(receive))
@@ -321,7 +318,7 @@ async def _disconnection(receive: Receive) -> None:
 
 
 class BearerAuth:
-    """Middleware: every path but OPEN_PATHS needs `Authorization: Bearer KEY` or `X-API-Key: KEY`.
+    """Middleware: every path except OPEN_PATHS needs the key as a bearer token or X-API-Key.
 
     Paths and headers are SGLang's (srt/utils/auth.py); the page at / is jspec's.
     """
@@ -351,7 +348,7 @@ class BearerAuth:
 
 
 class RequestLog:
-    """Middleware: log one line per finished request, without its content."""
+    """Middleware that logs one line per finished request, without its content."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

@@ -52,7 +52,7 @@ def check_fields(
 
 
 def _near(name: str, *, read: frozenset[str], neutral: Neutral, hints: Hints) -> str:
-    """Return the nearest name, marked if it is not implemented, so that it is not tried next."""
+    """Return the nearest name, marked if it is not implemented, so that clients do not try it."""
     if name in hints:
         return hints[name]
     for near in difflib.get_close_matches(name[:SHOWN_CHARS], sorted({*read, *neutral}), n=1):
@@ -74,7 +74,7 @@ def without_neutral(
 
 
 def _is_neutral(value: object, allowed: tuple[Any, ...]) -> bool:
-    """Check one value, or a list with one per prompt; no deeper nesting."""
+    """Check one value, or a list with one per prompt, without deeper nesting."""
     if isinstance(value, list) and value:
         return all(_is_one_of(item, allowed) for item in value)
     return _is_one_of(value, allowed)

@@ -15,10 +15,10 @@ from jspec.text.intake import Prompt
 def adapter_of(
     name: str | None, own: Sequence[str | None], adapters: Collection[str]
 ) -> str | None:
-    """Return the adapter that a name means, ADAPTER (vLLM) or BASE:ADAPTER (SGLang), if any.
+    """Return the adapter that a name means, ADAPTER (vLLM) or BASE:ADAPTER (SGLang), or None.
 
-    own: the served model's names. Raises HTTPException for an unknown model; an unknown adapter of
-    it is refused with its request.
+    own: the served model's names. Raises HTTPException for an unknown model. An unknown adapter of
+    the served model is refused later, with its request.
     """
     if name is None or name in own:
         return None
@@ -34,7 +34,7 @@ def adapter_of(
 
 
 def of_model(prompts: Sequence[Prompt], model: str | None, lora: str | None) -> Sequence[Prompt]:
-    """Return the prompts with the adapter that their model's name means, if any."""
+    """Return the prompts with the adapter `lora` that their model's name means, if any."""
     if lora is None:
         return prompts
     for prompt in prompts:

@@ -161,7 +161,6 @@ def field_schema(field: SamplingField) -> Schema:
 
 
 def neutral_schema(values: Sequence[Any]) -> Schema:
-    """Return the schema of a field with a few allowed values."""
     return {"enum": [*dict.fromkeys(map(_hashable, (None, *values)))], "description": "neutral"}
 
 
@@ -177,7 +176,7 @@ def body_schema(
     others: Mapping[str, Schema] = OTHERS,
     required: Sequence[str] = (),
 ) -> Schema:
-    """Return an object schema of the known fields; a field may allow anything."""
+    """Return an object schema of the known fields. A field without a schema allows anything."""
     of_field = {name: field_schema(sampling[name]) for name in read if name in sampling}
     properties = {name: of_field.get(name) or others.get(name) or {} for name in sorted(read)}
     properties |= {

@@ -1,4 +1,4 @@
-"""From chunks to answers: merging several sequences, server-sent events."""
+"""Streaming: merging the chunks of several sequences, and server-sent events."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 class ChunkSource(Protocol):
-    """The chunks of one submitted request (jspec.serving.chunk_stream.ChunkStream)."""
+    """The chunks of one submitted request, as ChunkStream has them."""
 
     def __aiter__(self) -> AsyncIterator[StreamChunk]: ...
 
@@ -100,9 +100,9 @@ async def events_of(
     observe: Observe = lambda *_: None,
     sent: Callable[[Completion], None] = lambda _: None,
 ) -> AsyncGenerator[bytes]:
-    """Yield an event per chunk, or per `interval` ids; always the last one of a sequence.
+    """Yield an event per chunk, or per `interval` ids, and always the last one of a sequence.
 
-    Chunks that came while a slow client read become one event per sequence. `event` may return
+    Chunks that arrived while a slow client read become one event per sequence. `event` may return
     None to send nothing; `last` is sent when all are finished. An error after the start of the
     answer becomes the event `failure`. The caller closes the sources.
     """
@@ -124,10 +124,10 @@ async def events_of(
 
 
 class EventStream(Response):
-    """Sends `events`, awaits `close`, then sends `done`; `close` is awaited at the end in any case.
+    """Sends `events`, awaits `close`, then sends `done`. `close` is awaited again at the end.
 
-    A client that has read `done` may reuse this call's ids, so a second `close` must not touch what
-    came after. After the start of an answer its status can no longer report errors.
+    A client that has read `done` may reuse this call's ids, so the second `close` must not affect
+    later calls. After an answer has started, its status can no longer report errors.
     """
 
     media_type = "text/event-stream"

@@ -1,4 +1,4 @@
-"""The native request, SGLang's POST /generate: JSON in, a checked call out."""
+"""The native request, SGLang's POST /generate: from JSON to a checked call."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ OUTPUT_FIELDS = (
     "return_hidden_states",
     "return_draft_trees",
 )
-MAX_CALLER_CHARS = 256  # longer names that begin alike are one caller's
+MAX_CALLER_CHARS = 256  # longer names are cut
 GENERATE_FIELDS = frozenset(
     {
         "text",
@@ -110,8 +110,8 @@ NEUTRAL_SAMPLING: Neutral = {
     "vllm_xargs": (None, {}),
     "custom_params": (None, {}),
 }
-# In sampling_params other APIs' names for what jspec names otherwise are not ignored: with
-# max_tokens ignored, for one, the text would have another length.
+# Other APIs' names of sampling parameters are not ignored here. If max_tokens were ignored, for
+# example, the text would have another length.
 NEUTRAL_NATIVE_SAMPLING: Neutral = {
     **dict.fromkeys(PEER_PARAMETERS, (None,)),
     **NEUTRAL_SAMPLING,
@@ -128,7 +128,7 @@ GENERATE_HINTS: Hints = {
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateCall:
     prompts: tuple[Prompt, ...]
-    is_list: bool  # the answer is a list, as also with n > 1
+    is_list: bool  # the answer is a list (it also is if n > 1)
     stream: bool
     return_spec_tokens: bool
     return_text_in_logprobs: bool
@@ -137,7 +137,6 @@ class GenerateCall:
 
 
 def parse_generate(body: object, defaults: Mapping[str, Any] = NO_DEFAULTS) -> GenerateCall:
-    """Parse a body. Raises RequestError."""
     values = read_body(body, read=GENERATE_FIELDS, neutral=NEUTRAL_GENERATE, hints=GENERATE_HINTS)
     sources, is_list = _sources(values)
     sampling = _sampling(

@@ -1,4 +1,4 @@
-"""OpenAI's POST /v1/chat/completions, with SGLang's extensions: JSON in, a checked call out."""
+"""OpenAI's POST /v1/chat/completions, with SGLang's extensions: from JSON to a checked call."""
 
 from __future__ import annotations
 
@@ -85,10 +85,8 @@ CHAT_HINTS: Hints = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatCall:
-    """A checked POST /v1/chat/completions."""
-
     messages: Messages
-    prompt: Prompt  # its ids follow from the messages; max_new_tokens None: the rest of the context
+    prompt: Prompt  # without ids; if max_new_tokens is None, it is the rest of the context
     template_options: Mapping[str, Any]  # of `Engine.chat_prompt`
     options: AnswerOptions
     tools: ToolUse = field(default_factory=ToolUse)
@@ -114,7 +112,6 @@ class ChatCall:
 
 
 def parse_chat(body: object, defaults: Mapping[str, Any] = NO_DEFAULTS) -> ChatCall:
-    """Parse a body. Raises RequestError."""
     values = read_body(body, read=CHAT_FIELDS, neutral=NEUTRAL_CHAT, hints=CHAT_HINTS)
     messages = check_messages(values.get("messages"))
     asks, num_top = get_bool(values, "logprobs"), values.get("top_logprobs")

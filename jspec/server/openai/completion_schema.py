@@ -1,4 +1,4 @@
-"""OpenAI's POST /v1/completions, with SGLang's extensions, and what chats share with it."""
+"""OpenAI's POST /v1/completions, with SGLang's extensions, and the fields that chats share."""
 
 from __future__ import annotations
 
@@ -40,16 +40,16 @@ DEFAULT_MAX_TOKENS = 16
 # OpenAI's name → SamplingParams' name.
 SAMPLING_NAMES: Mapping[str, str] = {p.openai: p.name for p in SAMPLING_FIELDS}
 CLIENT_NAMES = {**SAMPLING_NAMES, "prompt": "input_ids"}  # all names in an engine's errors
-# Other names of parameters: OpenAI's newer one of a chat's length; of vLLM's budget of reasoning
-# jspec's own and llama.cpp's.
+# Other names of parameters: OpenAI's newer name of a chat's length, and jspec's and llama.cpp's
+# names of vLLM's reasoning budget.
 OTHER_NAMES: Mapping[str, tuple[str, ...]] = {
     "max_tokens": ("max_completion_tokens",),
     "thinking_token_budget": ("max_thinking_tokens", "thinking_budget_tokens"),
 }
-# OpenAI's fields that identify a caller, as text. The first that is given names the one with whom
-# slots are shared; prompt_cache_key has no effect.
+# OpenAI's fields that identify a caller, as text. The first one given is the caller for fair
+# sharing of slots; prompt_cache_key has no effect.
 CALLER_FIELDS = ("user", "safety_identifier", "prompt_cache_key")
-# SGLang's fields; OpenAI's answers have no place for them other than meta_info.
+# SGLang's fields, whose results OpenAI's answers can only return in meta_info.
 TOLD_IN_META = ("return_logprob", "return_hidden_states", "return_draft_trees")
 ANSWER_FIELDS = frozenset(
     {
@@ -166,7 +166,7 @@ def logprob_fields(num_top: int, *, of_prompt: bool) -> dict[str, Any]:
 
 
 def _check_best_of(best_of: object, n: int) -> None:
-    """Raise RequestError unless best_of is n: candidates that are not returned are not made."""
+    """Raise RequestError unless best_of is n, since unreturned candidates are not made."""
     if best_of is None:
         return
     Integer(1, expected=f"n, which is {n}, or leave it out").check("best_of", best_of)
@@ -247,7 +247,6 @@ def _sources(prompt: object) -> list[dict[str, Any]]:
 
 
 def _usage_options(values: JsonObject) -> dict[str, bool]:
-    """Return AnswerOptions' usage fields; continuous_usage is SGLang's and vLLM's."""
     names = {"include_usage": "include_usage", "continuous_usage": "continuous_usage_stats"}
     options = values.get("stream_options")
     if options is None:

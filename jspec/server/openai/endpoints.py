@@ -161,7 +161,7 @@ def _details(work: Work) -> Any:
 
 
 class _Answer:
-    """An answer in the making. echoes: each prompt's text, if answers start with it."""
+    """An answer in progress. echoes: each prompt's text, if answers start with it."""
 
     def __init__(
         self,
@@ -186,7 +186,7 @@ class _Answer:
     def logprobs(self, index: int, *, first_id: int) -> dict[str, Any] | None:
         """Return a sequence's log-probabilities from `first_id` on; None if not requested.
 
-        Those of the prompt come before the first token's. Call it once for each token, in order.
+        The prompt's values come before the first token's. Call it once for each token, in order.
         """
         if self._texts is None:
             return None

@@ -1,4 +1,4 @@
-"""Chat answers split into content, calls and reasoning: which requests need it, and the shape."""
+"""Chat answers split into content, calls and reasoning."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def check_answerable(call: ChatCall, style: AnswerFormat) -> None:
 def prepare(
     call: ChatCall, prompt: Prompt, style: AnswerFormat, tokenizer: Tokenizer
 ) -> tuple[Prompt, ChatReading | None]:
-    """Return the prompt to run, and how to read its answers; None: as plain text."""
+    """Return the prompt to run, and how to read its answers; None for plain text."""
     use = call.tools
     goes_on = bool(call.template_options["continue_final_message"])
     splits = call.separate_reasoning and not goes_on
@@ -198,7 +198,7 @@ class ItemsAnswer:
 
 
 class ParsedChatShape(ChatShape):
-    """ChatShape with `tool_calls`, and `reasoning_content` if reasoning is split off."""
+    """ChatShape with `tool_calls`, and `reasoning_content` if reasoning is separated."""
 
     def __init__(self, reading: ChatReading) -> None:
         self._reading = reading

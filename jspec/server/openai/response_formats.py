@@ -1,4 +1,4 @@
-"""Grammars in the forms of OpenAI's and vLLM's clients, as SGLang's sampling parameters.
+"""Grammar fields of OpenAI's and vLLM's clients, converted to SGLang's sampling parameters.
 
 response_format: {"type": "text", "json_object", "json_schema" or "structural_tag", ...}
 structured_outputs (vLLM): {"json", "regex", "choice", "grammar", ...: ...}

@@ -1,4 +1,4 @@
-"""Answers of /v1/responses: the items of a response as its text grows, and stream events."""
+"""Answers of /v1/responses: a response's items as its text grows, and its stream events."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Json = dict[str, Any]
 
 
 class ResponseItems:
-    """One response; methods yield the stream events of a change. head: fields about it."""
+    """One response; methods yield the stream events of a change. head: its constant fields."""
 
     def __init__(self, head: Mapping[str, Any]) -> None:
         self._head = head
@@ -29,7 +29,6 @@ class ResponseItems:
             yield self._event(name, response=self.to_json(None))
 
     def add(self, events: Iterable[tuple[Event, str]]) -> Iterator[Json]:
-        """Add model output. Each event comes with an id to use if its call has none."""
         for event, call_id in events:
             if isinstance(event, CallArguments):
                 yield from self._grow("function_call", event.text)

@@ -1,4 +1,4 @@
-"""OpenAI's POST /v1/responses: JSON in, an equivalent chat out. Answers are not stored."""
+"""OpenAI's POST /v1/responses: from JSON to an equivalent chat. Answers are not stored."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ NEUTRAL_RESPONSE: Neutral = {
     "conversation": (None,),
     "store": (None, False, True),  # as OpenAI allows, the answer says that it was not stored
     "background": (None, False),
-    # Reasoning is returned in plain text, which a client sends back as it would the encrypted one.
+    # Reasoning is returned in plain text, which clients return like an encrypted one.
     "include": (None, [], "reasoning.encrypted_content"),
     "prompt": (None,),
     "truncation": (None, "disabled"),
@@ -84,7 +84,6 @@ class ResponseCall:
 
 
 def parse_response(body: object, defaults: Mapping[str, Any] = NO_DEFAULTS) -> ResponseCall:
-    """Parse a body. Raises RequestError."""
     values = read_body(body, read=RESPONSE_FIELDS, neutral=NEUTRAL_RESPONSE, hints=RESPONSE_HINTS)
     chat: dict[str, Any] = {name: values[name] for name in SAME_FIELDS if name in values}
     chat["messages"] = _messages(values.get("input"), values.get("instructions"))

@@ -20,7 +20,7 @@ class Place(enum.Enum):
 
 
 class CallListParser(CallMachine):
-    """An answer that is such a list, or a single call; anything else is content."""
+    """Parses an answer that is such a list or a single call; anything else is content."""
 
     _place = Place.OPENED
     _is_list = False

@@ -1,4 +1,4 @@
-"""Readers of a tool call: {"name": ..., "arguments": {...}}, or its arguments alone."""
+"""Readers of a tool call, {"name": ..., "arguments": {...}}, or of its arguments alone."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ _ID = re.compile(r"[\w-]{1,64}", re.ASCII)
 
 
 class Reader(Protocol):
-    """Reads one call. has_begun: its CallBegin was returned, so its text is no longer content."""
+    """Reads one call. After `has_begun`, its CallBegin was returned and its text is not content."""
 
     @property
     def has_begun(self) -> bool: ...
 
     def feed(self, text: str) -> tuple[int, Scan, list[Event]]:
-        """Return (length of the call's part, state, certain events); BAD: the next character."""
+        """Return (the call's length, state, certain events). BAD refers to the next character."""
         ...
 
 
 class ArgumentsReader:
-    """The arguments of a call whose name came before; starts at their brace."""
+    """Reads the arguments of a call whose name came before, from their brace on."""
 
     def __init__(self, name: str, call_id: str | None = None) -> None:
         self._begin = CallBegin(name, call_id)
@@ -52,7 +52,10 @@ class ArgumentsReader:
 
 
 class CallReader:
-    """A whole call. names: the tools; arguments before the name wait, a later id is dropped."""
+    """Reads a whole call of one of the tools in `names`.
+
+    Arguments before the name wait for it; an id after both is dropped.
+    """
 
     def __init__(self, names: Collection[str]) -> None:
         self._names = names

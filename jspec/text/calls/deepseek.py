@@ -28,11 +28,11 @@ _KIND = "function"
 
 
 class DeepseekParser(CallMachine):
-    """V3's calls; closing marks and the code block's fences may be missing."""
+    """Parses V3's calls. Closing marks and the code block's fences may be missing."""
 
     _all_begin, _begin = ALL_BEGIN, BEGIN
     _ends: tuple[str, ...] = (FENCE, END, ALL_END)  # marks that may follow a call, in this order
-    _closing: tuple[str, ...] = ()  # those that may still follow the last one
+    _closing: tuple[str, ...] = ()  # marks that may still follow the last call
 
     def _step(self) -> list[Event] | None:
         if self._reader is not None:
@@ -68,7 +68,7 @@ class DeepseekParser(CallMachine):
     def _arguments(
         self, name: str, after: str, *, is_open: bool, call_id: str | None = None
     ) -> list[Event] | None:
-        """Start the arguments. after: _rest from the opening brace; is_open: it may still come."""
+        """Start the arguments. after: _rest from their brace on. is_open: it may still come."""
         if after.startswith("{"):
             self._look(len(self._rest) - len(after))
             self._reader = ArgumentsReader(name, call_id)

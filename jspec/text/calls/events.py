@@ -27,7 +27,7 @@ class CallBegin:
 
 @dataclass(frozen=True, slots=True)
 class CallArguments:
-    """The next piece of the latest call's arguments: JSON as the model wrote it; never empty."""
+    """The next piece of the latest call's arguments: the model's JSON, never empty."""
 
     text: str
 
@@ -36,10 +36,10 @@ Event = Content | Reasoning | CallBegin | CallArguments
 
 
 class AnswerParser(Protocol):
-    """A parser of one sequence's growing text. No push after flush.
+    """A parser of one sequence's growing text. No push may follow flush.
 
-    Laws: joined events (`join`) do not depend on how the text is split into pushes; only a possible
-    marker, or a call without its name, is held back; all text is returned as written, except the
+    Joined events (`join`) do not depend on how the text is split into pushes. Only a possible
+    marker, or a call without its name, is held back. All text is returned as written, except the
     marks of calls and the blanks around them.
     """
 

@@ -1,8 +1,8 @@
-"""Gemma 4's tool calls: arguments without quotes around keys, and texts between marks of their own.
+"""Gemma 4's tool calls, with keys without quotes and special marks around texts.
 
 <|tool_call>call:get_weather{city:<|"|>Paris<|"|>,days:3}<tool_call|>
 
-Arguments are returned as JSON. A text has no escapes; numbers, true, false and null are JSON's.
+Arguments are returned as JSON. A text has no escapes; numbers, true, false and null are as in JSON.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ _WORD_CHARS = frozenset("+-.0123456789eEtrufalsn")
 
 
 class ArgumentsReader:
-    """Reads the arguments of a call whose name came before; starts at their brace."""
+    """Reads the arguments of a call whose name came before, from their brace on."""
 
     def __init__(self, name: str) -> None:
         self._begin = CallBegin(name)
         self.has_begun = False
         self._open = ""  # a brace or bracket for each level
-        # A brace, key, colon, value, text, or end: a comma or what closes the level.
+        # One of: {, key, colon, value, text, end (a comma, or the end of the level).
         self._awaits = "{"
-        self._held = ""  # of a key, a word or a mark that is not complete
+        self._held = ""  # an incomplete key, word or mark
         self._is_key = False  # the text is a key
         self._may_close = False
 
@@ -155,7 +155,7 @@ class Gemma4Parser(HermesParser):
         return super()._step()
 
     def _read_call(self) -> None:
-        """Wait for the name."""
+        """Do nothing, since the name must come first."""
 
     def _named(self) -> list[Event] | None:
         head = _HEAD.match(self._rest)

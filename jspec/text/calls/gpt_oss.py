@@ -37,16 +37,16 @@ def _head_length(text: str) -> int | None:
 
 
 class HarmonyParser(CallMachine):
-    """The module's format. splits_reasoning: False makes it content.
+    """Parses channels; without `splits_reasoning`, reasoning is content.
 
-    A message to an unknown recipient, or in an unknown channel, is content with its head.
+    A message to an unknown recipient, or in an unknown channel, is content, including its head.
     """
 
     def __init__(self, names: Collection[str], *, splits_reasoning: bool) -> None:
         super().__init__(names)
         self._splits_reasoning = splits_reasoning
         self._is_in_head, self._is_reasoning = True, False
-        self._is_at_edge = False  # blanks in a message are its own
+        self._is_at_edge = False  # keep the blanks of a message
 
     def _step(self) -> list[Event] | None:
         if self._reader is not None:

@@ -1,4 +1,4 @@
-"""A scanner for one JSON object (RFC 8259), character by character: its end, or an error."""
+"""A character-by-character scanner for one JSON object (RFC 8259), which finds its end."""
 
 from __future__ import annotations
 
@@ -37,15 +37,11 @@ class _At(enum.Enum):
 
 
 class JsonScanner:
-    """A scanner of one object; not to be fed after BAD or DONE.
-
-    key: the object's member at the cursor, as written between the quotes
-    in_value: the last character is part of that member's value
-    """
+    """A scanner of one object, which must not be fed after BAD or DONE."""
 
     def __init__(self) -> None:
-        self.key = ""
-        self.in_value = False
+        self.key = ""  # the object's current member, as written between the quotes
+        self.in_value = False  # the last character is part of that member's value
         self._at = _At.START
         self._open: list[str] = []
         self._is_key = False

@@ -3,7 +3,7 @@
 <|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0
 <|tool_call_argument_begin|>{"city": "Paris"}<|tool_call_end|><|tool_calls_section_end|>
 
-(on one line). Its template repeats these ids, so they are the calls' ids in answers, too.
+(on one line). Its template repeats these ids, so they are also the calls' ids in answers.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class KimiParser(DeepseekParser):
         return [(name, text[len(start) :]) for start, name in starts if text.startswith(start)]
 
     def _may_be_id(self, text: str) -> bool:
-        """Return whether a longer text may be an id, then the separator."""
+        """Return whether more text could complete an id and the separator."""
         if any(f"{x}{name}".startswith(text) for x in _PREFIXES for name in self._names):
             return True
         found = (_BEGUN_NUMBER.match(rest) for _, rest in self._ids(text))

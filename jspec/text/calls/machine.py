@@ -1,6 +1,6 @@
 """The common part of call parsers: pending text, the call being read, blanks at edges.
 
-A format's `_step` looks only at the pending text, so splitting it into pushes makes no difference.
+A format's `_step` looks only at the pending text, so it does not matter how text is split.
 """
 
 from __future__ import annotations
@@ -28,15 +28,12 @@ def num_undecided(text: str, markers: Iterable[str]) -> int:
 
 
 class CallMachine(ABC):
-    """An AnswerParser whose calls are read by a Reader. names: the tools.
-
-    _rest: text not looked at yet
-    _raw: text looked at; content if it becomes no call
-    _blanks: blanks between two calls; content if anything but a call follows
-    """
+    """An AnswerParser whose calls, of the tools in `names`, are read by a Reader."""
 
     def __init__(self, names: Collection[str]) -> None:
         self._names = frozenset(names)
+        # _rest: text not looked at yet. _raw: text looked at, content if it becomes no call.
+        # _blanks: blanks between two calls, content if something else follows.
         self._rest = self._raw = self._blanks = ""
         self._reader: Reader | None = None
         self._has_calls = False
@@ -44,7 +41,7 @@ class CallMachine(ABC):
 
     @abstractmethod
     def _step(self) -> list[Event] | None:
-        """Take a part of _rest; None if more text is needed."""
+        """Take a part of _rest; return None if more text is needed."""
 
     @abstractmethod
     def _call_ended(self, *, is_whole: bool) -> None:
@@ -86,7 +83,7 @@ class CallMachine(ABC):
         return len(self._rest) - len(self._rest.lstrip(BLANKS))
 
     def _until(self, *markers: str) -> list[Event] | None:
-        """Move the first marker to _raw and return the text before it; None if one may follow."""
+        """Move the first marker to _raw; return the text before it, None if it needs more text."""
         found = {self._rest.find(marker): marker for marker in markers}
         begin = min((place for place in found if place >= 0), default=-1)
         if begin < 0:

@@ -26,7 +26,7 @@ from jspec.text.calls.events import AnswerParser, Pipeline, PlainParser
 
 GPT_OSS = "gpt-oss"
 _HARMONY_MARKERS = (*gpt_oss.MARKERS, gpt_oss.CONSTRAIN)
-# Mistral's templates take ids of nine letters and digits only; others take any.
+# Mistral's templates accept only ids of nine letters and digits.
 _SHORT_ID = string.ascii_letters + string.digits
 
 
@@ -51,7 +51,7 @@ class CallFormat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReasoningFormat:
-    """channels: markers of text that is all in channels, instead of marks around reasoning."""
+    """The marks around reasoning, or for text that is all in channels their markers."""
 
     marks: thinking.ThinkMarks = thinking.THINK
     channels: tuple[str, ...] = ()
@@ -148,7 +148,7 @@ class AnswerFormat:
         return is_open and not end.endswith(format.marks.close)
 
     def markers(self, *, calls: bool, reasoning: bool) -> tuple[str, ...]:
-        """Return markers that must be visible in the text of a request for these."""
+        """Return markers that must be visible in the text of such a request."""
         found: tuple[str, ...] = ()
         if calls and self.calls is not None:
             found += CALL_FORMATS[self.calls].markers
@@ -159,18 +159,13 @@ class AnswerFormat:
 
     def parser(
         self,
-        names: Collection[str] = (),
+        names: Collection[str] = (),  # callable tools, or a mapping to their parameters' schemas
         *,
         splits_reasoning: bool,
-        is_forced: bool = False,
-        prompt_end: str = "",
+        is_forced: bool = False,  # a grammar enforces a list of calls
+        prompt_end: str = "",  # its last characters, which may start or end the reasoning
     ) -> AnswerParser:
-        """Return a new parser for one sequence.
-
-        names: the callable tools, maybe with their parameters' schemas
-        is_forced: a grammar enforces a list of calls
-        prompt_end: the prompt's last characters, which may start or end the reasoning
-        """
+        """Return a new parser for one sequence."""
         splits = splits_reasoning and self.reasoning is not None
         if self.has_channels and not is_forced:
             return gpt_oss.HarmonyParser(names, splits_reasoning=splits)

@@ -20,7 +20,7 @@ OPEN, CLOSE = "<think>", "</think>"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ThinkMarks:
-    """header: text that follows the opening mark and is no reasoning."""
+    """The marks around reasoning. The header follows the opening mark and is not reasoning."""
 
     open: str = OPEN
     close: str = CLOSE
@@ -38,12 +38,11 @@ PROMPT_END_IDS = 16  # the last ids of a prompt, searched for a template's reaso
 
 
 def prompt_end(ids: Sequence[int], tokenizer: Tokenizer) -> str:
-    """Return the end of a prompt's text, in which a template may open or close the reasoning."""
     return tokenizer.decode(ids[-PROMPT_END_IDS:], skip_special_tokens=False)
 
 
 def marks_after(end: str, marks: ThinkMarks = THINK) -> ReasoningMarks | None:
-    """Return the marks of reasoning that may follow a prompt's end; None: it is over."""
+    """Return the marks of reasoning that may follow a prompt's end; None if it is over."""
     end = end.rstrip()
     if end.endswith(marks.close):
         return None
@@ -60,7 +59,7 @@ class _Place(enum.Enum):
 
 
 class ThinkParser:
-    """starts_inside: an answer without the opening mark starts with reasoning, too."""
+    """Separates reasoning. starts_inside: the opening mark may be missing."""
 
     def __init__(self, *, starts_inside: bool, marks: ThinkMarks = THINK) -> None:
         self._starts_inside = starts_inside

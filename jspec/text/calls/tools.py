@@ -1,4 +1,4 @@
-"""Validation of tools as users declare them (OpenAI's shape), and the schema of a list of calls."""
+"""Validation of tools in OpenAI's format, and the schema of a list of calls."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Choice(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolUse:
-    tools: tuple[Mapping[str, Any], ...] = ()  # as templates take them
+    tools: tuple[Mapping[str, Any], ...] = ()  # in the form that templates expect
     choice: Choice = Choice.NONE
     only: str | None = None  # with REQUIRED, the one tool that must be called
     parallel: bool = True  # more than one call is allowed

@@ -1,13 +1,13 @@
-"""Tool calls with each argument between marks: Qwen3-Coder's, GLM-4.5's and MiniMax-M2's.
+"""Tool calls with each argument between marks, of Qwen3-Coder, GLM-4.5 and MiniMax-M2.
 
     <tool_call><function=get_weather><parameter=city>Paris</parameter></function></tool_call>
     <tool_call>get_weather<arg_key>city</arg_key><arg_value>Paris</arg_value></tool_call>
     <minimax:tool_call><invoke name="get_weather"><parameter name="city">Paris</parameter></invoke>
     </minimax:tool_call>
 
-Only the last may have several calls between its outer marks. Lines may break between marks, and a
-value may have its own line. Values are plain text; the tool's schema gives their types
-(`value_of`), and arguments are returned as JSON.
+Only the last may have several calls between its outer marks. Lines may break between marks, and
+around a value. Values are plain text; the tool's schema determines their types (`value_of`), and
+arguments are returned as JSON.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _NAME = re.compile(r"[^<>\n]+")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class XmlMarks:
     open: str  # starts a call
-    head: tuple[str, ...]  # up to a call's arguments, with NAME for its name
-    key: tuple[str, ...]  # up to a value, with NAME for its key
+    head: tuple[str, ...]  # parts before a call's arguments, with NAME for its name
+    key: tuple[str, ...]  # parts before a value, with NAME for its key
     value_end: str
     call_end: str  # ends the arguments
-    close: str = ""  # may follow those
-    has_several: bool = False  # another head may follow those
+    close: str = ""  # may follow the arguments
+    has_several: bool = False  # another head may follow the arguments
 
 
 QWEN3_CODER = XmlMarks(
@@ -80,7 +80,7 @@ class Head(enum.Enum):
 
 
 def read_head(text: str, parts: tuple[str, ...]) -> tuple[int, str] | Head:
-    """Return the end of a head at the start of `text`, and its name; blanks may separate parts."""
+    """Return the end of a head at the start of `text`, and its name. Blanks may separate parts."""
     at, name = 0, ""
     for part in parts:
         at = len(text) - len(text[at:].lstrip(BLANKS))
@@ -99,7 +99,7 @@ def read_head(text: str, parts: tuple[str, ...]) -> tuple[int, str] | Head:
 
 
 class XmlCallParser(CallMachine):
-    """The module's formats. names: tools; a mapping gives their parameters' schemas."""
+    """Parses these formats. names: the tools, or a mapping to their parameters' schemas."""
 
     def __init__(self, names: Collection[str], marks: XmlMarks) -> None:
         super().__init__(names)
@@ -213,7 +213,7 @@ class XmlCallParser(CallMachine):
         return [*found, *super().flush()]
 
     def _call_ended(self, *, is_whole: bool) -> None:
-        """Unused: the arguments are not JSON, so there is no reader."""
+        """Do nothing, since the arguments are not JSON and have no reader."""
 
 
 def is_text(schema: Any) -> bool:
@@ -225,7 +225,7 @@ def is_text(schema: Any) -> bool:
 
 
 def value_of(text: str, schema: Any) -> str:
-    """Return a value as JSON: itself if it is JSON that the schema allows, else as text."""
+    """Return a value as JSON: unchanged if it is JSON that the schema allows, else as text."""
     kind = schema.get("type") if isinstance(schema, Mapping) else None
     word = text.strip(BLANKS)
     if word in ("True", "False", "None"):  # the models' templates write Python's

@@ -13,14 +13,11 @@ from jspec.text.grammar.grammar_vocabulary import FirstTokens
 
 
 class Matcher:
-    """llguidance's state of one sequence. wide_words: words of its masks.
-
-    first: substitutes ids for the first token of a text; None where none differs
-    """
+    """llguidance's state of one sequence, whose masks have `wide_words` words."""
 
     def __init__(self, matcher: Any, first: FirstTokens | None, wide_words: int) -> None:
         self._matcher = matcher
-        self._first = first
+        self._first = first  # replaces ids for the first token of a text; None if none differs
         self._wide_words = wide_words
         self._num_tokens = 0
         self._begins_blank = False  # the first token was not given to llguidance
@@ -30,7 +27,6 @@ class Matcher:
         return error_of(self._matcher)
 
     def fill(self, row: np.ndarray) -> None:
-        """Write the mask of the ids that may come next, u32[W]."""
         is_wide = row.size != self._wide_words
         wide = np.full(self._wide_words, 0xFFFFFFFF, np.uint32) if is_wide else row
         self._matcher.unsafe_compute_mask_ptr(wide.ctypes.data, wide.nbytes)
@@ -62,20 +58,17 @@ class Work:
     """CPU seconds spent on a compiled grammar, since llguidance does not report its memory."""
 
     def __init__(self, seconds: float = 0.0) -> None:
-        self.seconds = seconds  # CPU time
-        self.failed = False  # a sequence could not continue; others may fail, too
+        self.seconds = seconds
+        self.failed = False  # a sequence could not continue, so others may fail too
 
 
 class CompiledGrammar:
-    """Implements `messages.grammar.Grammar`; after a sequence fails it compiles again.
-
-    make: compiles, and returns a factory of matchers (argument: True at the beginning of a text)
-    """
+    """Implements `messages.grammar.Grammar`. After a sequence fails it compiles again."""
 
     def __init__(
         self, make: Callable[[], Callable[[bool], Matcher]], *, eos_token_ids: tuple[int, ...]
     ) -> None:
-        self._make = make
+        self._make = make  # the matcher's argument is True at the start of a text
         self._eos_token_ids = eos_token_ids
         begun = time.thread_time()
         self._new_matcher: Callable[[bool], Matcher] | None = make()
@@ -130,7 +123,7 @@ class GrammarState:
         for node, parent in enumerate(parents.tolist()):
             children.setdefault(parent, []).append(node)
         ids = tokens.tolist()
-        # (node, True before its children): no recursion, since a chain may be deep.
+        # (node, True before its children). It avoids recursion, since a chain may be deep.
         todo = [(0, True)]
         while todo:
             node, is_new = todo.pop()

@@ -1,8 +1,8 @@
 """A model's vocabulary in the form that llguidance expects.
 
 A grammar follows the bytes that a client sees. With text-piece vocabularies, an answer's first
-token may show other bytes than inside a text (Llama's decoder strips the leading space), so
-llguidance gets it as another token, which has the bytes shown.
+token may have other bytes than inside a text (Llama's decoder strips the leading space), so
+llguidance gets another token with these bytes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _SPACE = "\u2581"  # a space in SentencePiece
 
 
 class Vocabulary:
-    """The vocabulary. Attributes without a comment are llguidance's."""
+    """The vocabulary. Attributes without a comment are those that llguidance reads."""
 
     def __init__(
         self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: tuple[int, ...]
@@ -29,7 +29,7 @@ class Vocabulary:
         self.eos_token_ids = eos_token_ids
         self.eos_token_id = tokenizer.eos_token_ids[0] if tokenizer.eos_token_ids else 0
         self.bos_token_id = tokenizer.bos_token_id
-        # An end of sequence is not text of a grammar, even if the tokenizer shows its name.
+        # An end of sequence is not part of a grammar's text, even if the tokenizer shows its name.
         self.special_token_ids = sorted({*tokenizer.special_ids, *eos_token_ids})
         known = range(min(vocab_size, tokenizer.vocab_size))
         # Bytes of each of the model's ids inside a text; empty for an id without a token.
@@ -76,12 +76,7 @@ class Vocabulary:
 
 
 class FirstTokens:
-    """Tokens that show other bytes as the first of a text than inside it; false if empty.
-
-    spellings: bytes that no token has inside a text; each gets an id for llguidance, from the first
-        whole mask word after V on
-    blank: ids that show nothing as the first token; the next token is then inside the text
-    """
+    """Tokens with other bytes as the first of a text than inside it; false if empty."""
 
     def __init__(self, alphabet: TokenAlphabet, vocabulary: Vocabulary) -> None:
         inside, special = vocabulary.own_tokens, frozenset(vocabulary.special_token_ids)
@@ -90,15 +85,18 @@ class FirstTokens:
         differing = {i: text for i, text in shown if text != inside[i]}
         id_of = dict(vocabulary.id_of) if differing else {}
         begin = num_words(len(inside)) * WORD_BITS
+        # Bytes that no token has inside a text. Each gets an id for llguidance, from the first
+        # whole mask word after V on.
         self.spellings: list[bytes] = []
         for text in differing.values():
             if text and text not in id_of:
                 id_of[text] = begin + len(self.spellings)
                 self.spellings.append(text)
         self._told = {i: id_of[text] for i, text in differing.items() if text}
-        # Only those that leave nothing to strip: a decoder may strip two spaces.
+        # Only ids that leave nothing to strip, since a decoder may strip two spaces.
         blank = [i for i, text in differing.items() if not text]
         twice = zip(blank, alphabet.at_start_twice(blank), strict=True)
+        # Ids without text as the first token; the next token is then inside the text.
         self.blank = frozenset(i for i, text in twice if text == inside[i])
         self._arrays = [
             np.array(list(each), np.int64)

@@ -23,7 +23,7 @@ MAX_ALL_WORK = 4.0
 
 
 class Grammars:
-    """A compiler and cache for one vocabulary. Safe to share between threads."""
+    """A compiler and cache for one vocabulary. Thread-safe."""
 
     def __init__(
         self,
@@ -66,8 +66,7 @@ class Grammars:
     ) -> Grammar:
         """Let an answer reason before `grammar`, which was compiled here; None: before any text.
 
-        budget: most tokens of reasoning. Raises RequestError if there is one and no token can end
-        reasoning.
+        budget: most tokens of reasoning. Raises RequestError if no token can end it.
         """
         with self._lock:
             assert self._tokenizer is not None  # or nothing could be compiled or counted

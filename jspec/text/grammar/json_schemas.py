@@ -1,4 +1,4 @@
-"""JSON schemas before they are compiled: what is not enforced, and recursion without an end."""
+"""JSON schemas before compilation: removal of unenforced parts, and endless recursion."""
 
 from __future__ import annotations
 
@@ -15,10 +15,7 @@ _MAPS = frozenset({"properties", "patternProperties", "$defs", "definitions", "d
 def without_unenforced(
     schema: Any, is_known_format: Callable[[str], bool]
 ) -> tuple[Any, tuple[str, ...]]:
-    """Return the schema without uniqueItems and unknown formats, and the names of those.
-
-    Both can be ignored: an answer has the right shape without them.
-    """
+    """Return the schema without uniqueItems and unknown formats, and the names of these."""
     left_out: dict[str, None] = {}
 
     def cut(schema: Any) -> Any:
@@ -44,7 +41,7 @@ def without_unenforced(
 
 
 def endless_recursion(schema: Any) -> str:
-    """Return which $ref makes every instance contain itself, "" if none does."""
+    """Return the $ref that makes every instance contain itself, or ""."""
     node, last_reference = _Requirements(schema).root, ""
     seen: set[int] = set()
     while not node.can_end and id(node) not in seen:
@@ -69,13 +66,13 @@ class _Node:
 
 
 class _Requirements:
-    """Which schemas need which others for a finite instance; keywords that forbid are ignored."""
+    """A graph of schemas that a finite instance needs. Keywords that only forbid are ignored."""
 
     def __init__(self, schema: Any) -> None:
         self._schema = schema
         self._nodes: dict[int, _Node] = {}
         self._all: list[_Node] = []
-        self._unread: list[tuple[_Node, Mapping[str, Any]]] = []  # no recursion: it may be deep
+        self._unread: list[tuple[_Node, Mapping[str, Any]]] = []  # recursion might be too deep
         self.root = self._node("#", schema)
         while self._unread:
             node, inner = self._unread.pop()
@@ -180,7 +177,7 @@ class _Requirements:
         return node
 
     def _at(self, pointer: str) -> Any:
-        """Return the part of the schema that a reference names, None if it is not of this form."""
+        """Return the part of the schema that a reference names; None for other references."""
         if pointer not in ("", "#") and not pointer.startswith("#/"):
             return None
         found = self._schema

@@ -17,12 +17,12 @@ from jspec.text.grammar.grammar_vocabulary import Vocabulary
 from jspec.text.grammar.json_schemas import endless_recursion, without_unenforced
 from jspec.text.grammar.structural_tags import read_tags
 
-# llguidance's cost limit of a grammar's patterns before the first token, plus the grammar's length.
-# With llguidance's default of a million, nested repetitions take 160 MB and half a second; with
-# this, 10 MB and a fiftieth. An enumeration needs some 13 per value.
+# llguidance's cost limit of a grammar's patterns before the first token; the grammar's length is
+# added. With llguidance's default of a million, nested repetitions take 160 MB and half a second;
+# with this, 10 MB and a fiftieth of the time. An enumeration needs some 13 per value.
 START_FUEL = 100_000
 LOGGER = logging.getLogger("jspec.server")
-MAX_REPORTED = 64  # names of what is not enforced, each in the log once
+MAX_REPORTED = 64  # names of unenforced parts, each logged once
 MAX_STATES = 100_000  # over all sequences of a grammar; some 100 MB at worst
 
 
@@ -40,7 +40,7 @@ class LlguidanceGrammars:
         )
 
     def compile(self, source: GrammarSource) -> CompiledGrammar:
-        """Compile; raises ValueError, TypeError, RuntimeError or RecursionError if invalid."""
+        """Compile. Raises ValueError, TypeError, RuntimeError or RecursionError if invalid."""
         definition, fuel = self._definition(source), START_FUEL + len(source.text)
         return CompiledGrammar(
             lambda: self._begun(definition, fuel), eos_token_ids=self._eos_token_ids
@@ -110,7 +110,7 @@ class LlguidanceGrammars:
         return new_matcher
 
     def _reason_at_the_start(self, matcher: Any) -> str:
-        """Return why no first token can pass, or ""; llguidance reports it only after a token."""
+        """Return why no first token can pass, or "". llguidance reports it only after a token."""
         mask = np.frombuffer(matcher.compute_bitmask(), np.uint8)
         bits = np.unpackbits(mask, bitorder="little")
         bits[list(self._eos_token_ids)] = 0

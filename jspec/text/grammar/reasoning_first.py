@@ -1,8 +1,7 @@
 """A grammar that starts where a model's reasoning ends; before that any token is allowed.
 
-The end mark, one token or several, is found in the tokens' bytes, on each path of a draft tree.
-Reasoning may have a budget: each path counts its own tokens, and once they are spent, only the end
-mark may follow.
+The end mark, of one or several tokens, is found in the tokens' bytes on each path of a draft tree.
+Reasoning may have a budget: each path counts its own tokens, and then only the end mark may follow.
 """
 
 from __future__ import annotations
@@ -47,9 +46,9 @@ class Mark:
         return found
 
     def continues(self, place: Place) -> int | None:
-        """Return the token that adds most of the mark and nothing past it, the lowest of several.
+        """Return the token that adds most of the mark and nothing after it, the lowest of several.
 
-        Where no token can go on, the one that begins the mark again; None if none can.
+        If none can continue the mark, return the token that restarts it, or None.
         """
         if place not in self._continues:
             rest = self._mark[place:]
@@ -72,7 +71,7 @@ class Mark:
 
 
 class AnyText:
-    """A Grammar, and its Constraint, of which every token is allowed."""
+    """A Grammar, and its Constraint, that allows every token."""
 
     num_free = ENDLESS
     failed = ""
@@ -90,14 +89,13 @@ class AnyText:
 
 
 class ReasoningFirst:
-    """A Grammar after reasoning.
-
-    opens: the token that starts it; None: it starts inside. budget: most tokens between the marks.
-    """
+    """A Grammar after reasoning."""
 
     def __init__(
         self, grammar: Grammar, mark: Mark, *, opens: int | None = None, budget: int | None = None
     ) -> None:
+        # opens: the token that starts the reasoning; None: it has started.
+        # budget: the most tokens between the marks.
         self._grammar, self._mark, self._opens = grammar, mark, opens
         self._budget = ENDLESS if budget is None else budget
 
@@ -124,7 +122,7 @@ class _State:
 
     @property
     def num_free(self) -> int:
-        """The grammar's, even before the mark: it may begin at once. A budget bounds it, too."""
+        """The grammar's, even before the mark, since it may start at once; at most the budget."""
         free = self._inner.num_free
         return free if self._place == GRAMMAR else min(free, max(self._left, 0))
 

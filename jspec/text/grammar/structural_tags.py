@@ -11,8 +11,6 @@ from jspec.errors import shown_json
 
 @dataclass(frozen=True, slots=True)
 class StructuralTag:
-    """A tag: the text before and after its JSON."""
-
     trigger: str  # the start of `begin`
     begin: str
     schema: Any

@@ -1,7 +1,7 @@
 """Search for the stop string that a growing text completes first, holding back possible starts.
 
-One automaton step per character (Aho and Corasick, "Efficient string matching", 1975), for any
-number of stop strings; the text held back is shorter than the longest of them.
+It takes one automaton step per character for any number of stop strings (Aho and Corasick,
+"Efficient string matching", 1975). The text held back is shorter than the longest of them.
 """
 
 from __future__ import annotations
@@ -95,9 +95,9 @@ class MatchStep:
 class StopMatcher:
     """One sequence's search.
 
-    Law: the returned texts add up to the text before the stop string, or through the first end of a
+    The returned texts add up to the text before the stop string, or through the first end of a
     match of a regular expression, however the text is split into pushes. The stop string whose last
-    character comes first wins; of several that end there, the longest.
+    character comes first wins, and among several that end there, the longest.
     """
 
     def __init__(self, automaton: StopAutomaton) -> None:
@@ -119,7 +119,7 @@ class StopMatcher:
         return bool(self._automaton.children[0] or self._automaton.patterns)
 
     def passes(self, text: str) -> bool:
-        """Return True if `text` can be emitted as is, without changing the state."""
+        """Return True if `text` can be emitted unchanged. Does not change the state."""
         if self._automaton.patterns:
             return False
         return not self._state and self._automaton.children[0].keys().isdisjoint(text)
@@ -127,7 +127,7 @@ class StopMatcher:
     def push(self, text: str, *, allow_stop: bool = True) -> MatchStep:
         """Append text; not after a match.
 
-        With allow_stop False, only a stop string that is completed later, when allowed, counts.
+        With allow_stop False, only a stop string that is completed in a later push counts.
         """
         automaton = self._automaton
         if not (automaton.children[0] or automaton.patterns):

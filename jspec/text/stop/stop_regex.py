@@ -1,11 +1,11 @@
-"""Regular expressions that end a growing text, in time that no pattern or text can blow up.
+"""Regular expressions that end a growing text, in bounded time.
 
 A pattern becomes an automaton of positions (Thompson, "Regular expression search algorithm", 1968),
 all of which advance together, so the pattern's size bounds the cost of a character. Python's `re`
 backtracks and would let one request stall all others.
 
 Supported: characters, `.`, classes, `\\d \\w \\s` and their opposites, groups, `|`, `* + ? {m,n}`
-    (lazy ones behave alike here), `^` for the beginning of the text, leading `(?i)` and `(?s)`.
+    (lazy ones behave alike here), `^` for the start of the text, leading `(?i)` and `(?s)`.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Chars:
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """A position of an automaton: a character, a free choice, or the beginning of the text."""
+    """A position of an automaton: a character, a free choice, or the start of the text."""
 
     to: list[int] = field(default_factory=list)  # the next positions
     chars: Chars | None = None

@@ -1,8 +1,8 @@
-"""Search for stop strings by token ids alone, for vocabularies of bytes, without making text.
+"""Search for stop strings by token ids, for vocabularies of bytes, without making text.
 
-A stop string's bytes start with one that starts a character, so an incomplete character before it
-does not matter. Each token's transition is cached for all sequences with equal stop strings: one
-lookup per token.
+A stop string's first byte starts a character, so an incomplete character before it does not matter.
+Each token's transition is cached for all sequences with equal stop strings, so a token costs one
+lookup.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class StopTables:
         self._lock = threading.Lock()
 
     def watch(self, automaton: StopAutomaton) -> ByteStopWatch | None:
-        """Return a watch; None for regular expressions and strings that bytes cannot tell."""
+        """Return a watch; None for regular expressions, and strings that bytes cannot identify."""
         stop = tuple(sorted({text for text in automaton.completed if text is not None}))
         if automaton.patterns or not all(map(_is_of_bytes, stop)):
             return None

@@ -1,4 +1,4 @@
-"""Validation of chat messages (OpenAI's shape), and their conversion for a template."""
+"""Validation of chat messages (OpenAI's format), and their conversion for a template."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROLE_FIELDS: Mapping[str, set[str]] = {
     "assistant": {"tool_calls", "reasoning_content"},
     "tool": {"tool_call_id"},
 }
-# Fields that OpenAI's clients send back with an answer's message, and their allowed values.
+# Fields that OpenAI's clients return with an answer's message, and their allowed values.
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "refusal": (None,),
     "audio": (None,),

@@ -1,4 +1,4 @@
-"""A chat template: messages to a prompt's text, in Jinja as in transformers."""
+"""A chat template, in transformers' Jinja, which turns messages into a prompt's text."""
 
 from __future__ import annotations
 
@@ -74,14 +74,12 @@ class ChatTemplate:
         messages: Sequence[Mapping[str, Any]],
         *,
         add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
+        continue_final_message: bool = False,  # end after its content, which must be text
         tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """Return the prompt's text. Raises RequestError with the template's message if it refuses.
-
-        continue_final_message: end after the content of the last message, which must be text
-        """
+        """Return the prompt's text. Raises RequestError with the template's message if it
+        refuses."""
         if tools and "tools" not in self.source:
             raise RequestError(
                 f"tools has {len(tools)}, and the chat template never names `tools`; expected a "

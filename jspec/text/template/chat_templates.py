@@ -1,4 +1,4 @@
-"""The chat templates of a checkpoint or a flag, never of a request; names are transformers'."""
+"""The chat templates of a checkpoint or a flag, by transformers' names; a request brings none."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class ChatTemplates:
         tools: Sequence[Mapping[str, Any]] | None = None,
         **options: Any,
     ) -> str:
-        """Render one template; raises RequestError without tools if all templates need them."""
+        """Render one template. Raises RequestError without tools if all templates need them."""
         chosen = self.tool_use if tools and self.tool_use is not None else self.default
         if chosen is None:
             raise RequestError(

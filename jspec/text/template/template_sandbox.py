@@ -1,4 +1,4 @@
-"""The Jinja sandbox of chat templates: it bounds the cost of every expression.
+"""The Jinja sandbox of chat templates, which bounds the cost of every expression.
 
 It bounds range(), powers, products and padding widths. Nested loops are not bounded.
 """
@@ -30,7 +30,7 @@ _BRACES = re.compile(r"\{[^{}]{0,99}:[^{}]{0,99}?(?:\{|\d{6})")
 
 
 class _Generation(jinja2.ext.Extension):
-    """The block {% generation %}, which marks assistant text for training: here its text."""
+    """The block {% generation %}, which marks text for training; only its text is used."""
 
     tags = {"generation"}  # noqa: RUF012  (Jinja's own name and type)
 
@@ -75,7 +75,7 @@ class TemplateSandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        method = getattr(__obj, "__wrapped__", __obj)  # Jinja's own around str.format
+        method = getattr(__obj, "__wrapped__", __obj)  # Jinja wraps str.format
         owner = getattr(method, "__self__", None)
         if isinstance(method, types.BuiltinMethodType) and isinstance(owner, str | bytes | int):
             if isinstance(owner, str) and method.__name__ in ("format", "format_map"):
@@ -87,7 +87,7 @@ class TemplateSandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
 @jinja2.pass_context
 def _as_it_is(_context: jinja2.runtime.Context, value: Any) -> Any:
-    """Return `value`. A function that takes the context is not called at compile time."""
+    """Return `value`. Functions that take the context are not called at compile time."""
     return value
 
 

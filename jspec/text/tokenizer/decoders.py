@@ -14,8 +14,8 @@ import tokenizers
 from jspec.errors import CheckpointError
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-# Decoders whose text for a token depends only on that token and its neighbours, anywhere in a
-# sequence; and those for which this still holds after Fuse has joined everything into one piece.
+# Decoders whose text for a token depends only on that token and its neighbors, anywhere in a
+# sequence, and those for which this still holds after Fuse has joined everything into one piece.
 _LOCAL_DECODERS = frozenset(
     {"BPEDecoder", "ByteFallback", "Fuse", "Metaspace", "Replace", "Strip", "WordPiece"}
 )
@@ -23,7 +23,7 @@ _LOCAL_AFTER_FUSE = frozenset({"Fuse", "Strip"})
 
 
 class DecoderKind(enum.Enum):
-    """How ids become text.
+    """The way in which ids become text.
 
     BYTE_LEVEL: a token is a byte string; the text is the UTF-8 of their concatenation
     BYTE_FALLBACK: text pieces, and bytes such as `<0xE4>`; an invalid run is replaced as a whole
@@ -54,7 +54,7 @@ def decoder_kind(backend: tokenizers.Tokenizer, path: Path) -> DecoderKind:
 
 
 def cuts_the_end(backend: tokenizers.Tokenizer) -> str:
-    """Return the part of the decoder that changes a text's last token, or an empty string."""
+    """Return the part of the decoder that changes a text's last token, or ""."""
     for part in _parts(backend):
         if part["type"] == "BPEDecoder" or (part["type"] == "Strip" and part["stop"]):
             return str(part["type"])

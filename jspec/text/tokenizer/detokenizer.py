@@ -1,7 +1,7 @@
 """Incremental detokenization.
 
-Law: every `push` and the final `flush` concatenate to `tokenizer.decode(ids)`, no piece changes
-earlier output, and the cost of a push does not grow with the sequence.
+Every `push` and the final `flush` concatenate to `tokenizer.decode(ids)`, no piece changes earlier
+output, and the cost of a push does not grow with the sequence.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from typing import Protocol
 from jspec.text.tokenizer.decoders import DecoderKind, byte_of
 from jspec.text.tokenizer.tokenizer import Tokenizer
 
-# Longest context of WindowDetokenizer. One or two tokens suffice, unless a sequence repeats tokens
-# without any text.
+# Longest context of WindowDetokenizer. One or two tokens suffice, unless tokens without any text
+# repeat.
 MAX_ANCHOR_IDS = 8
 
 
 class Detokenizer(Protocol):
-    """One sequence's text as it grows; no push after flush."""
+    """One sequence's text as it grows; no push may follow flush."""
 
     def push(self, token_id: int) -> str:
         """Append one id and return the text that became final (often none)."""
@@ -38,7 +38,7 @@ def new_detokenizer(
     skip_special_tokens: bool = True,
     shown_ids: frozenset[int] = frozenset(),
 ) -> Detokenizer:
-    """Return a detokenizer. shown_ids: special tokens that have text even if others are skipped."""
+    """Return a detokenizer. shown_ids: special tokens that always have text."""
     hidden = tokenizer.hidden_ids(skip_special_tokens=skip_special_tokens, shown_ids=shown_ids)
     if tokenizer.decoder_kind is DecoderKind.BYTE_LEVEL:
         return ByteLevelDetokenizer(tokenizer, hidden)
@@ -48,7 +48,8 @@ def new_detokenizer(
 class ByteLevelDetokenizer:
     """For vocabularies of bytes: an incremental UTF-8 decoder, which keeps at most 3 bytes.
 
-    Like the tokenizer's it replaces each maximal invalid part by one U+FFFD (Unicode, section 3.9).
+    Like the tokenizer's decoder, it replaces each maximal invalid part by one U+FFFD (Unicode,
+    section 3.9).
     """
 
     def __init__(self, tokenizer: Tokenizer, hidden: frozenset[int]) -> None:
@@ -68,8 +69,8 @@ class ByteLevelDetokenizer:
 class WindowDetokenizer:
     """For vocabularies of text pieces: decodes a short window and returns its new text.
 
-    Such decoders treat the first piece differently (they drop its leading space), so an id is
-    decoded after an anchor, the shortest run of ids before it that has any text, whose text is
+    Such decoders treat the first piece differently (they drop its leading space). So an id is
+    decoded after an anchor, the shortest run of ids before it with any text, whose text is
     subtracted.
 
         pieces    ▁def   ▁f    (         window            text      minus     new text

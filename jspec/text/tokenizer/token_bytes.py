@@ -13,7 +13,7 @@ from jspec.text.tokenizer.decoders import DecoderKind, byte_of
 class TokenBytes(dict[int, bytes]):
     """Bytes by id, looked up on first use; empty for hidden ids and ids without a token.
 
-    Shared by threads: concurrent writers write equal values.
+    Threads may share it: concurrent writers write equal values.
     """
 
     def __init__(
@@ -33,25 +33,25 @@ class TokenBytes(dict[int, bytes]):
 
 
 class TokenAlphabet:
-    """The text of one vocabulary's tokens; special tokens are spelled by name.
+    """The text of one vocabulary's tokens; special tokens have their names.
 
     A decoder of text pieces may treat the ends of a text differently: Llama's strips the leading
-    space, so `▁def` is "def" at the start and " def" inside. A piece is therefore decoded between
-    two tokens of letters, whose text is then removed.
+    space, so `▁def` is "def" at the start and " def" inside. So a piece is decoded between two
+    tokens of letters, whose text is then removed.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, kind: DecoderKind) -> None:
         self._backend, self._kind = backend, kind
 
     def inside(self, ids: Sequence[int]) -> list[bytes]:
-        """Return what each id adds inside a text; empty for an id without a token."""
+        """Return the bytes that each id adds inside a text; empty for an id without a token."""
         return self._bytes_of(ids, [self._letters])
 
     def at_start(self, ids: Sequence[int]) -> list[bytes]:
         return self._bytes_of(ids, [])
 
     def at_start_twice(self, ids: Sequence[int]) -> list[bytes]:
-        """Return what each id shows if a text starts with it twice."""
+        """Return each id's first bytes in a text that starts with it twice."""
         return self._texts([[i, i] for i in ids], 0)
 
     @functools.cached_property
@@ -97,11 +97,9 @@ def byte_level_bytes(token: str | None) -> bytes:
 
 
 def _char_to_byte() -> dict[str, int]:
-    """Return the byte of each character in byte-level tokens (GPT-2's alphabet).
-
-    Bytes with a visible Latin-1 character are that character; the other 68 are the code points from
-    256 on, in order: byte 0 is U+0100, and the space, the 33rd of them, is U+0120.
-    """
+    """Return the byte of each character in byte-level tokens (GPT-2's alphabet)."""
+    # Bytes with a visible Latin-1 character are that character; the other 68 are the code points
+    # from 256 on, in order: byte 0 is U+0100, and the space, the 33rd of them, is U+0120.
     visible = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     hidden = [byte for byte in range(256) if byte not in visible]
     table = {chr(byte): byte for byte in visible}

@@ -8,7 +8,7 @@ from jspec.text.tokenizer.tokenizer import Tokenizer
 
 
 class TokenTexts:
-    """The text that each id adds; special tokens by name."""
+    """The text that each id adds; special tokens have their names."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer

@@ -34,7 +34,7 @@ class BosRule(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Tokenizer:
-    """An immutable tokenizer, safe to share between threads and sequences."""
+    """An immutable, thread-safe tokenizer."""
 
     backend: tokenizers.Tokenizer
     decoder_kind: DecoderKind
@@ -71,14 +71,14 @@ class Tokenizer:
 
     def _tables(self, hidden: frozenset[int]) -> StopTables:
         found = self._stop_tables.get(hidden)
-        if found is None:  # of two threads, the second takes the first's
+        if found is None:  # a second thread uses the first one's
             made = StopTables(TokenBytes(self.alphabet.inside, hidden=hidden))
             found = self._stop_tables.setdefault(hidden, made)
         return found
 
     @classmethod
     def from_directory(cls, path: str | os.PathLike[str]) -> Tokenizer:
-        """Load tokenizer.json, and bos and eos from the files beside it. Raises CheckpointError."""
+        """Load tokenizer.json, and bos and eos from the other files. Raises CheckpointError."""
         directory = Path(path)
         tokenizer_path = directory / "tokenizer.json"
         backend = _load_backend(tokenizer_path)
@@ -109,8 +109,8 @@ class Tokenizer:
     ) -> tuple[int, ...]:
         """Return the ids of a text; add_special_tokens adds the template's (such as bos).
 
-        Special tokens spelled out in the text become their ids either way. Other threads run
-        meanwhile. Raises RequestError for lone surrogates, and for `fewer_than` or more ids.
+        Special tokens written in the text become their ids either way. Other threads run meanwhile.
+        Raises RequestError for lone surrogates, and for `fewer_than` or more ids.
         """
         check_unicode(text)
         try:
@@ -162,12 +162,10 @@ class Tokenizer:
 
 
 def max_chars_per_token(backend: tokenizers.Tokenizer) -> int | None:
-    """Return the longest token in characters if every character of a text is in some token.
-
-    Else None. It holds for byte-level BPE, and for BPE with byte fallback, unless a step before
-    drops characters (Split that removes, Strip, stripping added tokens) or merges them (Unicode's
-    composed forms). A byte-level token of n bytes is at most n characters of text.
-    """
+    """Return the longest token in characters, or None if a tokenization may drop characters."""
+    # Byte-level BPE and BPE with byte fallback keep every character, unless an earlier step drops
+    # characters (Split that removes, Strip, stripping added tokens) or merges them (Unicode's
+    # composed forms). A byte-level token of n bytes is at most n characters of text.
     parts = json.loads(backend.to_str())
     model = parts["model"]
     before = [parts["normalizer"], parts["pre_tokenizer"]]
@@ -251,7 +249,7 @@ def _eos_token_ids(
     config: Mapping[str, Any],
     model_configs: Sequence[tuple[str, Mapping[str, Any]]],
 ) -> tuple[int, ...]:
-    """Return the union over all files: chat models often list only some ends in each."""
+    """Return the union over all files, since chat models often list only some ends in each."""
     ids: list[int] = []
     for name, model_config in model_configs:
         ids.extend(_listed_ids(directory / name, model_config, "eos_token_id"))
@@ -314,7 +312,7 @@ def _tokens_by_id(path: Path) -> dict[int, str]:
 
 
 def check_unicode(text: str) -> None:
-    """Raise RequestError for lone surrogates, which no bytes of a text spell."""
+    """Raise RequestError for lone surrogates, which UTF-8 cannot encode."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
