@@ -54,22 +54,25 @@ class Flag:
 
 def flags_of(declared: Field[Any]) -> Iterator[Flag]:
     """Yield the flag that sets an argument, and its shorthands."""
-    says, kind = argument_of(declared), FlagKind(_KINDS[type_of(declared)])
-    name, text, default = declared.name, says.text, declared.default
+    argument, kind = argument_of(declared), FlagKind(_KINDS[type_of(declared)])
+    name, text, default = declared.name, argument.text, declared.default
     if kind in (FlagKind.INT, FlagKind.FLOAT) and default is not None:
         text += f" ({default})" if kind is FlagKind.INT else f" ({default:g})"
     is_off_switch = default is True
     yield Flag(
-        names=(f"--{'disable-' if is_off_switch else ''}{name.replace('_', '-')}", *says.aliases),
+        names=(
+            f"--{'disable-' if is_off_switch else ''}{name.replace('_', '-')}",
+            *argument.aliases,
+        ),
         kind=kind,
         flag_class=FlagClass.IMPLEMENTED,
         text=text,
         argument=name,
         const=not is_off_switch,
-        aliases=says.translated,
-        replaced=says.replaced,
+        aliases=argument.translated,
+        replaced=argument.replaced,
     )
-    for short in says.shorthands:
+    for short in argument.shorthands:
         yield Flag(
             names=(short.flag,),
             kind=FlagKind.SWITCH,

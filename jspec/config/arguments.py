@@ -103,56 +103,58 @@ def check_arguments(given: Any) -> None:
             _check(declared.name, value, type_of(declared), argument_of(declared))
 
 
-def _check(name: str, value: object, kind: str, says: Argument) -> None:
-    if says.is_model and not (isinstance(value, str) and value.strip()):
+def _check(name: str, value: object, kind: str, argument: Argument) -> None:
+    if argument.is_model and not (isinstance(value, str) and value.strip()):
         raise ConfigError(f"{name} is {value!r}; expected a directory, or leave it out")
-    is_fetched = says.is_fetched and str(value).startswith("gs://")
-    if says.is_local and not is_fetched and _SCHEME.match(str(value)):
+    is_fetched = argument.is_fetched and str(value).startswith("gs://")
+    if argument.is_local and not is_fetched and _SCHEME.match(str(value)):
         # Otherwise gs://b/c would be a directory called `gs:`.
-        other = ", gs://bucket/path" * says.is_fetched
-        other += ", or org/name of Hugging Face's hub" * (says.is_fetched and says.is_model)
+        other = ", gs://bucket/path" * argument.is_fetched
+        other += ", or org/name of Hugging Face's hub" * (argument.is_fetched and argument.is_model)
         raise ConfigError(
             f"{name} is {value!r}; expected a directory of this machine{other}: such remote paths "
             "are not read, so copy it here first, or mount it and name the mount"
         )
-    if says.choices and value not in says.choices:
-        raise ConfigError(f"{name} is {value!r}; expected one of {', '.join(says.choices)}")
+    if argument.choices and value not in argument.choices:
+        raise ConfigError(f"{name} is {value!r}; expected one of {', '.join(argument.choices)}")
     if kind == "str" and not isinstance(value, str):
         raise ConfigError(f"{name} is {value!r}; expected text")
     if kind == TEXTS and not (isinstance(value, tuple) and all(map(_is_text, value))):
         raise ConfigError(f"{name} is {value!r}; expected a list of texts")
     if kind == "bool" and not isinstance(value, bool):
         raise ConfigError(f"{name} is {value!r}; expected true or false")
-    if kind in ("int", "float") and not _is_within(value, kind, says):
-        raise ConfigError(f"{name} is {value!r}; expected {says.expected or _bounds(kind, says)}")
+    if kind in ("int", "float") and not _is_within(value, kind, argument):
+        raise ConfigError(
+            f"{name} is {value!r}; expected {argument.expected or _bounds(kind, argument)}"
+        )
 
 
 def _is_text(value: object) -> bool:
     return isinstance(value, str) and bool(value)
 
 
-def _is_within(value: object, kind: str, says: Argument) -> bool:
+def _is_within(value: object, kind: str, argument: Argument) -> bool:
     allowed = int if kind == "int" else int | float
     if isinstance(value, bool) or not isinstance(value, allowed) or not math.isfinite(value):
         return False
     return (
-        (says.low is None or value >= says.low)
-        and (says.high is None or value <= says.high)
-        and (says.above is None or value > says.above)
+        (argument.low is None or value >= argument.low)
+        and (argument.high is None or value <= argument.high)
+        and (argument.above is None or value > argument.above)
     )
 
 
-def _bounds(kind: str, says: Argument) -> str:
+def _bounds(kind: str, argument: Argument) -> str:
     noun = "an integer" if kind == "int" else "a number"
-    if says.above is not None:
-        if says.high is not None:
-            return f"{noun} in ({says.above:g}, {says.high:g}]"
-        return f"{noun} above {says.above:g}"
-    if says.low is None:
+    if argument.above is not None:
+        if argument.high is not None:
+            return f"{noun} in ({argument.above:g}, {argument.high:g}]"
+        return f"{noun} above {argument.above:g}"
+    if argument.low is None:
         return noun if kind == "int" else "a finite number"
-    if says.high is None:
-        return f"{noun} of at least {says.low}"
-    return f"{noun} from {says.low} to {says.high}"
+    if argument.high is None:
+        return f"{noun} of at least {argument.low}"
+    return f"{noun} from {argument.low} to {argument.high}"
 
 
 def of_names(declared: type[T], values: Mapping[str, Any]) -> T:
@@ -174,10 +176,10 @@ def meant_argument(name: str, *declared: type[Any]) -> str:
     """
     flag, known = f"--{name.replace('_', '-')}", [each for cls in declared for each in fields(cls)]
     for each in known:
-        says = argument_of(each)
-        if flag in says.aliases:
+        argument = argument_of(each)
+        if flag in argument.aliases:
             return f"; did you mean {each.name!r}?"
-        for short in says.shorthands:
+        for short in argument.shorthands:
             if flag == short.flag:
                 return f": write {each.name}={short.value!r}"
     if instead := advice(flag):

@@ -16,7 +16,7 @@ from jspec.spec.hidden_rows import HiddenRows
 MAX_CACHED_DRAFT_PREFILL = 4096
 # Bounds of W, the most pending tokens of a row (speculative/drafters/pending.py), which is the page
 # size within them. A draft prefill costs a launch, and pending tokens are not cached.
-LEAST_DEFERRED, MOST_DEFERRED = 16, 64
+LEAST_PENDING, MOST_PENDING = 16, 64
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -195,7 +195,7 @@ class ServeLimits:
         """W, the most pending tokens of a row. 0: the drafter gets all tokens immediately."""
         if self.draft_shape.is_plain or not any(shape.is_plain for shape in self.shapes):
             return 0
-        of_page = min(max(self.pool.page_size, LEAST_DEFERRED), MOST_DEFERRED)
+        of_page = min(max(self.pool.page_size, LEAST_PENDING), MOST_PENDING)
         return max(of_page, self.scheduling.num_rounds)
 
     @property

@@ -37,14 +37,14 @@ GROWING = frozenset(
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class Sent:
     ids: int = 0
     trees: int = 0
     prompt_ids: int = 0
     spec_tokens: int = 0
 
 
-NOTHING_TOLD = Told()
+NOTHING_SENT = Sent()
 
 
 class LogprobForm:
@@ -134,7 +134,7 @@ class Completion:
         self.counters = SpecCounters()
         self.texts: list[str] = []
         self._new_texts: list[str] = []
-        self._told = NOTHING_TOLD
+        self._sent = NOTHING_SENT
         self._split_text = spec_tokens
         self._spec_tokens: list[dict[str, Any]] = []
         self._clock = clock
@@ -185,12 +185,12 @@ class Completion:
     def _add_tree(self, chunk: StreamChunk) -> None:
         tree = chunk.draft_tree
         assert tree is not None
-        told: dict[str, Any] = {"step": chunk.counters.verify_ct, "first": len(self.output_ids)}
-        told |= {"ids": list(tree.ids), "parents": list(tree.parents)}
-        told["accepted"] = list(tree.accepted)
+        record: dict[str, Any] = {"step": chunk.counters.verify_ct, "first": len(self.output_ids)}
+        record |= {"ids": list(tree.ids), "parents": list(tree.parents)}
+        record["accepted"] = list(tree.accepted)
         if self._token_text is not None:
-            told["texts"] = list(map(self._token_text, tree.ids))
-        self.draft_trees.append(told)
+            record["texts"] = list(map(self._token_text, tree.ids))
+        self.draft_trees.append(record)
 
     @property
     def text(self) -> str:
@@ -200,22 +200,22 @@ class Completion:
 
     @property
     def num_new_ids(self) -> int:
-        return len(self.output_ids) - self._told.ids
+        return len(self.output_ids) - self._sent.ids
 
-    def take(self) -> tuple[str, Told]:
+    def take(self) -> tuple[str, Sent]:
         """Return the text since the last call, and what had been sent before it."""
-        text, told = "".join(self._new_texts), self._told
+        text, sent = "".join(self._new_texts), self._sent
         self._new_texts.clear()
-        self._told = Told(
+        self._sent = Sent(
             ids=len(self.output_ids),
             trees=len(self.draft_trees),
             prompt_ids=len(self.prompt_logprobs),
             spec_tokens=len(self._spec_tokens),
         )
-        return text, told
+        return text, sent
 
-    def spec_tokens(self, *, told: Told = NOTHING_TOLD) -> list[dict[str, Any]] | None:
-        return None if self._split_text is None else self._spec_tokens[told.spec_tokens :]
+    def spec_tokens(self, *, sent: Sent = NOTHING_SENT) -> list[dict[str, Any]] | None:
+        return None if self._split_text is None else self._spec_tokens[sent.spec_tokens :]
 
     def to_json(self) -> dict[str, Any]:
         body = {
@@ -226,8 +226,8 @@ class Completion:
         pieces = self.spec_tokens()
         return body if pieces is None else {**body, "spec_tokens": pieces}
 
-    def meta_info(self, *, told: Told = NOTHING_TOLD) -> dict[str, Any]:
-        """Return meta_info. The lists named in GROWING omit what was already sent (`told`).
+    def meta_info(self, *, sent: Sent = NOTHING_SENT) -> dict[str, Any]:
+        """Return meta_info. The lists named in GROWING omit what was already sent (`sent`).
 
         Speculation fields are included once the sequence has finished, or with spec_tokens, if it
         has verifications.
@@ -246,13 +246,13 @@ class Completion:
             meta["sampling_seed"] = self.seed
         meta["e2e_latency"] = self._clock() - self.started
         if self.logprob_form is not None:
-            ids, known = self.output_ids[told.ids :], self.logprobs[told.ids :]
-            of_prompt = self.prompt_logprobs[told.prompt_ids :]
+            ids, known = self.output_ids[sent.ids :], self.logprobs[sent.ids :]
+            of_prompt = self.prompt_logprobs[sent.prompt_ids :]
             meta |= self.logprob_form.fields(ids, known, of_prompt)
         if self.finish is not None and self.hidden_states:  # a stream has them in its last event
             meta["hidden_states"] = [rows.tolist() for rows in self.hidden_states]
         if self.draft_trees:
-            meta["draft_trees"] = self.draft_trees[told.trees :]
+            meta["draft_trees"] = self.draft_trees[sent.trees :]
         is_told = self.finish is not None or self._split_text is not None
         if is_told and self.counters.verify_ct > 0:
             meta |= spec_fields(self.counters, completion_tokens=len(self.output_ids))

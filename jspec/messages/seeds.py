@@ -4,12 +4,12 @@ from __future__ import annotations
 
 MAX_SEED = 2**64 - 1
 # Drawn seeds are part of responses; JavaScript reads JSON integers exactly up to 53 bits.
-TOLD_BITS = 53
+DRAWN_BITS = 53
 
 
 def choice_seed(seed: int, choice: int) -> int:
-    """Return the seed of choice i: `seed` itself for 0, else TOLD_BITS bits of hash(seed, i)."""
-    return split_mix(seed, choice) >> 64 - TOLD_BITS if choice else seed
+    """Return the seed of choice i: `seed` itself for 0, else DRAWN_BITS bits of hash(seed, i)."""
+    return split_mix(seed, choice) >> 64 - DRAWN_BITS if choice else seed
 
 
 def split_mix(seed: int, index: int) -> int:

@@ -30,11 +30,11 @@ class StepOptions:
 
     members: frozenset[StepOption] = frozenset()
 
-    def __contains__(self, feature: StepOption) -> bool:
-        return feature in self.members
+    def __contains__(self, option: StepOption) -> bool:
+        return option in self.members
 
     def __iter__(self) -> Iterator[StepOption]:
-        return (feature for feature in StepOption if feature in self.members)
+        return (option for option in StepOption if option in self.members)
 
     def __len__(self) -> int:
         return len(self.members)
@@ -48,7 +48,7 @@ class StepOptions:
             return "all"
         if self.members == SAMPLING.members:
             return "sampling"
-        return "+".join(feature.value for feature in self) or "plain"
+        return "+".join(option.value for option in self) or "plain"
 
     def covers(self, other: StepOptions) -> bool:
         return other.members <= self.members

@@ -40,7 +40,7 @@ class DecodePlanner:
         shapes: ShapeChooser,
     ) -> None:
         self._limits = limits
-        self._deferred_tokens = limits.max_pending
+        self._max_pending = limits.max_pending
         self._retract = retract
         self._shapes = shapes
         sharing = limits.programs.sharing
@@ -135,10 +135,10 @@ class DecodePlanner:
         The draft prefill runs if the shape drafts, or if a plain decode would leave more pending
         tokens than the drafter's limit. Otherwise the result is empty.
         """
-        if not self._deferred_tokens:
+        if not self._max_pending:
             return ()
         pending = self._table.pending[slots]
-        room = self._deferred_tokens - self._limits.scheduling.num_rounds if shape.is_plain else 0
+        room = self._max_pending - self._limits.scheduling.num_rounds if shape.is_plain else 0
         return tuple(pending.tolist()) if pending.max() > room else ()
 
     def _running_rows(self) -> StepRows:

@@ -50,7 +50,7 @@ class Scheduler:
         shapes: ShapeChooser | None = None,  # None: always the engine's own shape
     ) -> None:
         self._limits = limits
-        self._deferred_tokens = limits.max_pending
+        self._max_pending = limits.max_pending
         self._shapes = shapes or FixedShape(limits.draft_shape)
         self._make_stream = make_stream
         self._epochs = [0] * limits.pool.all_slots
@@ -258,7 +258,7 @@ class Scheduler:
         table.dispatched(slots, rounds=rounds, tokens=tokens)
         if plan.pending:
             table.pending[slots] = 0
-        if self._deferred_tokens and plan.shape.is_plain:
+        if self._max_pending and plan.shape.is_plain:
             table.pending[slots] += rounds
         self._num_steps = plan.step
         self._in_flight.append(flight)

@@ -222,7 +222,7 @@ def serve(settings: Settings) -> None:
         LOGGER.warning("%s", warning)
     place = place_of(settings.engine_args)
     if place is not None and place.rank:
-        follow_until_told(settings.engine_args, place)
+        follow_host_0(settings.engine_args, place)
         return
     with limited_lines(), bind(args) as bound, contextlib.ExitStack() as stack:
         with interruptible():
@@ -248,7 +248,7 @@ def serve(settings: Settings) -> None:
         LOGGER.info("stopped")
 
 
-def follow_until_told(args: EngineArgs, place: HostPlace) -> None:
+def follow_host_0(args: EngineArgs, place: HostPlace) -> None:
     """Follow host 0 until it ends, or this process gets SIGTERM."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # its runner process ends too
     token = token_in(os.environ)

@@ -55,15 +55,15 @@ def prefill_output(
     those of the packed tokens; `hidden` must then have all tokens. logits: at each chunk's last
     token.
     """
-    says = {StepOption.LOGPROBS, StepOption.HIDDEN}.intersection(options)
+    extras = {StepOption.LOGPROBS, StepOption.HIDDEN}.intersection(options)
     of_roots = {"num_emitted": batch.is_final, "emitted_ids": roots[:, None]}
-    words = rows_of(hidden).words if StepOption.HIDDEN in says else 0
+    words = rows_of(hidden).words if StepOption.HIDDEN in extras else 0
     columns = output_columns(1, options, hidden_words=words)
-    if not says:
+    if not extras:
         return pack_output(columns, of_roots)
     none = jnp.zeros(batch.token_ids.shape, jnp.int32)
     of_prompts = {"num_emitted": none, "emitted_ids": none[:, None]}
-    if StepOption.LOGPROBS in says:
+    if StepOption.LOGPROBS in extras:
         of_roots |= root_logprobs(target, logits, roots, emitted.sampling)
         of_prompts |= prompt_logprobs(
             target,
@@ -75,7 +75,7 @@ def prefill_output(
             positions=emitted.rows.q_positions,
             prompt_lens=prompt_lens,
         )
-    if StepOption.HIDDEN in says:
+    if StepOption.HIDDEN in extras:
         final = jnp.take(hidden, emitted.last, axis=0, mode="clip")
         of_roots["hidden"] = hidden_bits(final)[:, None]
         of_prompts["hidden"] = hidden_bits(hidden)[:, None]

@@ -167,12 +167,12 @@ def settle_tree(
         ops=program.ops,
         groups=target.cache_groups,
     )
-    told = verified if program.drafter.needs.hidden else without_hidden(verified)
+    for_drafter = verified if program.drafter.needs.hidden else without_hidden(verified)
     if program.is_deferring:
-        state = dataclasses.replace(state, pending=defer(state.pending, slots, told, rows))
+        state = dataclasses.replace(state, pending=defer(state.pending, slots, for_drafter, rows))
     else:
-        emitted = emitted_by(told, rows, is_chain=draft_shape.is_chain)
-        state = _tell_drafter(program, params, state, slots, emitted)
+        emitted = emitted_by(for_drafter, rows, is_chain=draft_shape.is_chain)
+        state = _advance_drafter(program, params, state, slots, emitted)
     after = advance_rows(
         state.rows,
         slots,
@@ -191,7 +191,7 @@ def settle_tree(
     return dataclasses.replace(state, kv=kv, rows=after), output
 
 
-def _tell_drafter(
+def _advance_drafter(
     program: StepProgram,
     params: dict[str, Params],
     state: EngineState,
@@ -277,7 +277,7 @@ def prefill_step(
         sampling=sampling,
         queries_per_row=None,
     )
-    state = _tell_drafter(program, params, state, batch.slots, emitted)
+    state = _advance_drafter(program, params, state, batch.slots, emitted)
     first_id = target.token_ids()[0]
     counts = count_emitted(seen.output_counts, batch.slots, roots, is_final, first_id=first_id)
     seen = dataclasses.replace(seen, output_counts=counts)

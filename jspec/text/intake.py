@@ -28,7 +28,7 @@ from jspec.messages.request import (
     SamplingParams,
 )
 from jspec.messages.sampling_fields import Integer
-from jspec.messages.seeds import MAX_SEED, TOLD_BITS, choice_seed
+from jspec.messages.seeds import DRAWN_BITS, MAX_SEED, choice_seed
 from jspec.text.calls.thinking import marks_after, prompt_end
 from jspec.text.stop.stop_matcher import StopAutomaton
 from jspec.text.template.chat_messages import check_messages
@@ -365,7 +365,7 @@ class Intake:
             return sampling.sampling_seed & MAX_SEED
         if self._random_seed is not None:
             return choice_seed(self._random_seed & MAX_SEED, arrival + 1)
-        return int.from_bytes(os.urandom(8), "little") >> 64 - TOLD_BITS
+        return int.from_bytes(os.urandom(8), "little") >> 64 - DRAWN_BITS
 
 
 def _is_list(value: Any) -> bool:

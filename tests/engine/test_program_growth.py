@@ -241,10 +241,10 @@ def test_the_building_process_refuses_to_make_other_programs(tmp_path: Path) -> 
     assert pickle.loads(pickle.dumps(task)) == task
     moved = replace(task, paths={KEY: tmp_path / "another.program"})
     with pytest.raises(ConfigError, match="under other names than the engine's"):
-        build_programs.build(moved, told=io.StringIO())
+        build_programs.build(moved, progress=io.StringIO())
     elsewhere = replace(task, device_ids=(99,))
     with pytest.raises(ConfigError, match=r"devices \[99\] are not among"):
-        build_programs.build(elsewhere, told=io.StringIO())
+        build_programs.build(elsewhere, progress=io.StringIO())
 
 
 def test_why_the_process_failed_is_said(tmp_path: Path) -> None:

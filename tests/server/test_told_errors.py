@@ -24,7 +24,7 @@ from jspec.errors import (
     RunnerError,
 )
 from jspec.server.app import create_app
-from jspec.server.http.exchange import told
+from jspec.server.http.exchange import public_message
 from jspec.server.server_args import ServerArgs
 from jspec.serving.engine import Engine
 from jspec.serving.recovery import RestartLimits
@@ -182,6 +182,6 @@ def test_what_a_library_said_is_in_the_log_alone(
 )
 def test_what_a_client_is_told(error: JspecError, expected: str) -> None:
     for each in (error, pickle.loads(pickle.dumps(error))):  # one may come from another process
-        assert told(each).startswith(expected)
-        assert SECRET not in told(each)
+        assert public_message(each).startswith(expected)
+        assert SECRET not in public_message(each)
         assert str(each) == str(error)

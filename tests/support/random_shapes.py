@@ -9,7 +9,7 @@ from jspec.messages.plan import StepPlan, StepResult
 from jspec.messages.step_options import StepOptions
 from jspec.scheduler.shapes.shape_choice import ShapeTotals
 
-LONGEST_RUN = 24  # more than may be pending (config.limits.LEAST_DEFERRED)
+LONGEST_RUN = 24  # more than may be pending (config.limits.LEAST_PENDING)
 
 
 class RandomShapes:

@@ -55,7 +55,7 @@ class StepServer:
         self._outputs: dict[int, jax.Array] = {}
         self._kept: dict[int, Any] = {}  # outputs that are operands of later programs
         self._by_name: dict[str, ProgramKey] = {}
-        self._told: ReadyPrograms | None = None
+        self._reported: ReadyPrograms | None = None
 
     def run(self) -> None:
         """Serve until the pipe closes. A step's error is sent to the server, then raised."""
@@ -95,8 +95,8 @@ class StepServer:
     def _send(self, number: int) -> None:
         array = self._runner.read(self._outputs.pop(number))
         ready = self._runner.programs
-        news = None if ready is self._told else ready.measured
-        self._told = ready
+        news = None if ready is self._reported else ready.measured
+        self._reported = ready
         self._steps.send(Output(array, news))
 
 

@@ -23,7 +23,7 @@ from jspec.errors import ConfigError
 NICE = 10  # serving has priority
 
 
-def build(task: BuildTask, *, told: IO[str]) -> None:
+def build(task: BuildTask, *, progress: IO[str]) -> None:
     """Compile and store a task's programs. Raises ConfigError if the engine's would differ."""
     for name, value in task.settings.items():
         jax.config.update(name, value)
@@ -41,8 +41,8 @@ def build(task: BuildTask, *, told: IO[str]) -> None:
         )
 
     def say(_done: int, _total: int, what: str, _how: str) -> None:
-        told.write(f"{what}\n")
-        told.flush()
+        progress.write(f"{what}\n")
+        progress.flush()
 
     compile_all(
         recipe.program,
@@ -70,9 +70,9 @@ def main() -> int:
     source = os.dup(sys.stdin.fileno())
     threading.Thread(target=end_with, args=(source,), daemon=True).start()
     # Only program names may reach the pipe; other prints, also of libraries, go to stderr.
-    told = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
+    progress = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    build(task, told=told)
+    build(task, progress=progress)
     return 0
 
 

@@ -115,7 +115,7 @@ def ready_shapes(
         return min(found, default=None)
 
     own = bucket(StepKind.DECODE, None, options)
-    told = bucket(StepKind.DRAFT_PREFILL, None, PLAIN)
+    draft_prefill = bucket(StepKind.DRAFT_PREFILL, None, PLAIN)
 
     def is_ready(shape: SpeculativeConfig) -> bool:
         if shape == limits.draft_shape:
@@ -123,6 +123,6 @@ def ready_shapes(
         found = bucket(StepKind.DECODE, shape, options)
         if found is None or own is None or found > own:
             return False
-        return not shape.is_plain or (told is not None and told <= own)
+        return not shape.is_plain or (draft_prefill is not None and draft_prefill <= own)
 
     return tuple(shape for shape in limits.shapes if is_ready(shape))

@@ -88,7 +88,7 @@ def describe(
     fields = read_fields(path / "config.json")
     names = fields.get("architectures")
     architecture = names[0] if isinstance(names, list) and names else "(none)"
-    algorithm = draft_algorithm(fields) or _told_by_names(path)
+    algorithm = draft_algorithm(fields) or _algorithm_by_names(path)
     if algorithm is None and target is not None and architecture in architectures():
         algorithm = "STANDALONE"
     info = _of_files(path, architecture=str(architecture), dtype=dtype, algorithm=algorithm)
@@ -108,7 +108,7 @@ def describe(
     return _with_memory(info, memory, beside=beside)
 
 
-def _told_by_names(path: Path) -> str | None:
+def _algorithm_by_names(path: Path) -> str | None:
     """Return the drafting algorithm by tensor names; None for a target or unreadable files."""
     # Tensor names decide, since heads name a language model as their architecture.
     try:

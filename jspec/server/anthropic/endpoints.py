@@ -11,7 +11,7 @@ from starlette.routing import Route
 
 from jspec.server.anthropic.answers import MessageBlocks, message_error
 from jspec.server.anthropic.schema import parse_count, parse_message
-from jspec.server.http.exchange import status_of, told
+from jspec.server.http.exchange import public_message, status_of
 from jspec.server.openai.completion_schema import openai_names
 from jspec.server.openai.endpoints import OpenAIEndpoints
 from jspec.server.openai.parsed_chat import ItemsAnswer
@@ -42,7 +42,9 @@ class MessagesEndpoints(OpenAIEndpoints):
             return answer_stream(
                 work,
                 lambda _, completion: named_events(answer.take(completion)) or None,
-                failure=lambda error: named_events([message_error(told(error), status_of(error))]),
+                failure=lambda error: named_events(
+                    [message_error(public_message(error), status_of(error))]
+                ),
                 done=b"",
             )
         await work.finish(request.receive)

@@ -36,17 +36,17 @@ class EventJson:
     def take(self) -> bytes:
         """Return the next event, in time linear in the new output."""
         completion = self._completion
-        text, told = completion.take()
-        self._add(text, completion.output_ids[told.ids :])
-        meta = completion.meta_info(told=told)
+        text, sent = completion.take()
+        self._add(text, completion.output_ids[sent.ids :])
+        meta = completion.meta_info(sent=sent)
         if self._keeps_all and completion.logprob_form is not None:
             # count the cumulative list of this event
-            meta["output_token_logprobs_length"] += told.ids
+            meta["output_token_logprobs_length"] += sent.ids
         named = b"" if self._index is None else b'"index": %d, ' % self._index
         parts: list[bytes | bytearray] = [b"data: {", named, b'"text": "', self._text]
         parts += (b'", "output_ids": [', self._ids)
         parts += (b'], "meta_info": ', *self._meta(meta))
-        spec_tokens = completion.spec_tokens(told=told)
+        spec_tokens = completion.spec_tokens(sent=sent)
         if spec_tokens is not None:
             parts += (b', "spec_tokens": ', *self._grown("spec_tokens", spec_tokens))
         event = b"".join((*parts, b"}\n\n"))

@@ -123,7 +123,7 @@ def code_of(error: JspecError) -> str | None:
     return "context_length_exceeded" if isinstance(error, ContextLengthError) else None
 
 
-def told(error: JspecError) -> str:
+def public_message(error: JspecError) -> str:
     return INTERNAL if _is_bug(error) else error.message
 
 
@@ -151,7 +151,7 @@ async def on_jspec_error(request: Request, error: Exception) -> Response:
     if _is_bug(error):
         LOGGER.error("a bug in jspec", exc_info=error)
     log_refusal(request, status, str(error))
-    return _error_response(request, told(error), status, headers, code_of(error))
+    return _error_response(request, public_message(error), status, headers, code_of(error))
 
 
 async def on_http_error(request: Request, error: Exception) -> Response:

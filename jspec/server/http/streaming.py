@@ -14,7 +14,13 @@ from jspec.errors import JspecError
 from jspec.messages.request import StreamChunk
 from jspec.messages.response import Completion
 from jspec.server.http.event_json import encode_event
-from jspec.server.http.exchange import ClientGoneError, error_body, status_of, told, unless_gone
+from jspec.server.http.exchange import (
+    ClientGoneError,
+    error_body,
+    public_message,
+    status_of,
+    unless_gone,
+)
 
 Observe = Callable[[Completion, StreamChunk], None]
 DONE = b"data: [DONE]\n\n"
@@ -86,7 +92,7 @@ async def close_all(sources: Sequence[ChunkSource]) -> None:
 
 
 def failure_event(error: JspecError) -> bytes:
-    return encode_event(error_body(told(error), status_of(error)))
+    return encode_event(error_body(public_message(error), status_of(error)))
 
 
 async def events_of(

@@ -50,7 +50,7 @@ OTHER_NAMES: Mapping[str, tuple[str, ...]] = {
 # sharing of slots; prompt_cache_key has no effect.
 CALLER_FIELDS = ("user", "safety_identifier", "prompt_cache_key")
 # SGLang's fields, whose results OpenAI's answers can only return in meta_info.
-TOLD_IN_META = ("return_logprob", "return_hidden_states", "return_draft_trees")
+RETURNED_IN_META = ("return_logprob", "return_hidden_states", "return_draft_trees")
 ANSWER_FIELDS = frozenset(
     {
         "model",
@@ -200,7 +200,7 @@ def answer_options(values: JsonObject) -> AnswerOptions:
             check_text(name, values[name])
     if values.get("metadata") is not None:
         as_object(values["metadata"], "metadata")
-    for name in TOLD_IN_META:
+    for name in RETURNED_IN_META:
         if values.get(name) is True and not get_bool(values, "return_meta_info"):
             raise RequestError(
                 f"{name} is true without return_meta_info; expected return_meta_info true, since "

@@ -205,7 +205,7 @@ def _stream(answer: _Answer, head: AnswerHead) -> Response:
 
     def event(index: int, completion: Completion) -> dict[str, Any] | None:
         is_first, finish = index not in begun, completion.finish
-        text, told = completion.take()
+        text, sent = completion.take()
         text = answer.echo(index) + text if is_first else text
         if not (text or finish is not None or options.logprobs):
             return None  # ids whose text is pending: no event in this shape
@@ -214,7 +214,7 @@ def _stream(answer: _Answer, head: AnswerHead) -> Response:
             if not options.logprobs:
                 return None
             choice = {"index": index, "delta": {}, "finish_reason": None, "matched_stop": None}
-        choice["logprobs"] = answer.logprobs(index, first_id=told.ids)
+        choice["logprobs"] = answer.logprobs(index, first_id=sent.ids)
         begun.add(index)
         if finish is not None:
             answer.count_reasoning(index)

@@ -40,5 +40,5 @@ class ResponsesEndpoints(OpenAIEndpoints):
             "object": "response",
             "created_at": int(time.time()),
             "model": call.chat.options.model or self.service.model_name,
-            **call.told,
+            **call.repeated,
         }

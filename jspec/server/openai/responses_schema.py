@@ -80,7 +80,7 @@ _OTHER_LENGTH = re.compile(r"\bmax_(completion_)?tokens\b")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResponseCall:
     chat: ChatCall
-    told: Mapping[str, Any]  # fields that the answer repeats
+    repeated: Mapping[str, Any]  # fields that the answer repeats
 
 
 def parse_response(body: object, defaults: Mapping[str, Any] = NO_DEFAULTS) -> ResponseCall:
@@ -100,7 +100,7 @@ def parse_response(body: object, defaults: Mapping[str, Any] = NO_DEFAULTS) -> R
         raise RequestError(_OTHER_FORMAT.sub("text.format", message)) from None
     return ResponseCall(
         chat=call,
-        told={
+        repeated={
             "instructions": values.get("instructions"),
             "max_output_tokens": values.get(LENGTH),
             "metadata": {} if metadata is None else as_object(metadata, "metadata"),

@@ -36,13 +36,13 @@ class Matcher:
             row[:] = wide[: row.size]
 
     def consume(self, token_ids: list[int]) -> bool:
-        told = token_ids
+        consumed = token_ids
         if self._first is not None and token_ids and not self._num_tokens:
             self._begins_blank = token_ids[0] in self._first.blank
-            first = [] if self._begins_blank else [self._first.told(token_ids[0])]
-            told = [*first, *token_ids[1:]]
+            first = [] if self._begins_blank else [self._first.inside_id(token_ids[0])]
+            consumed = [*first, *token_ids[1:]]
         self._num_tokens += len(token_ids)
-        return bool(self._matcher.consume_tokens(told))
+        return bool(self._matcher.consume_tokens(consumed))
 
     def go_back(self) -> None:
         self._num_tokens -= 1
@@ -70,9 +70,9 @@ class CompiledGrammar:
     ) -> None:
         self._make = make  # the matcher's argument is True at the start of a text
         self._eos_token_ids = eos_token_ids
-        begun = time.thread_time()
+        started = time.thread_time()
         self._new_matcher: Callable[[bool], Matcher] | None = make()
-        self.work = Work(time.thread_time() - begun)
+        self.work = Work(time.thread_time() - started)
 
     def begin(self, *, goes_on: bool = False) -> Constraint:
         new_matcher = self._new_matcher
@@ -113,9 +113,9 @@ class GrammarState:
         return self._matcher.error
 
     def fill(self, tokens: np.ndarray, parents: np.ndarray, allowed: np.ndarray) -> None:
-        begun = time.thread_time()
+        started = time.thread_time()
         self._fill(tokens, parents, allowed)
-        self._count(begun)
+        self._count(started)
 
     def _fill(self, tokens: np.ndarray, parents: np.ndarray, allowed: np.ndarray) -> None:
         allowed[:] = 0xFFFFFFFF
@@ -146,11 +146,11 @@ class GrammarState:
         return is_allowed and self._matcher.consume([token_id])
 
     def accept(self, token_ids: tuple[int, ...]) -> None:
-        begun = time.thread_time()
+        started = time.thread_time()
         self._matcher.consume(list(token_ids))
-        self._count(begun)
+        self._count(started)
 
-    def _count(self, begun: float) -> None:
-        self._work.seconds += time.thread_time() - begun
+    def _count(self, started: float) -> None:
+        self._work.seconds += time.thread_time() - started
         if self._matcher.error:
             self._fail(self._work)

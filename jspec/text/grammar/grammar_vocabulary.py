@@ -92,7 +92,7 @@ class FirstTokens:
             if text and text not in id_of:
                 id_of[text] = begin + len(self.spellings)
                 self.spellings.append(text)
-        self._told = {i: id_of[text] for i, text in differing.items() if text}
+        self._inside_ids = {i: id_of[text] for i, text in differing.items() if text}
         # Only ids that leave nothing to strip, since a decoder may strip two spaces.
         blank = [i for i, text in differing.items() if not text]
         twice = zip(blank, alphabet.at_start_twice(blank), strict=True)
@@ -100,21 +100,21 @@ class FirstTokens:
         self.blank = frozenset(i for i, text in twice if text == inside[i])
         self._arrays = [
             np.array(list(each), np.int64)
-            for each in (differing, self._told, self._told.values(), self.blank)
+            for each in (differing, self._inside_ids, self._inside_ids.values(), self.blank)
         ]
 
     def __bool__(self) -> bool:
-        return bool(self._told or self.blank)
+        return bool(self._inside_ids or self.blank)
 
-    def told(self, token_id: int) -> int:
-        return self._told.get(token_id, token_id)
+    def inside_id(self, token_id: int) -> int:
+        return self._inside_ids.get(token_id, token_id)
 
     def allow(self, row: np.ndarray, wide: np.ndarray) -> None:
         """Write the mask of the first token, u32[W]. wide: llguidance's mask with its extra ids."""
-        differing, ids, told, blank = self._arrays
+        differing, ids, inside_ids, blank = self._arrays
         bits = np.unpackbits(wide.view(np.uint8), bitorder="little")
         first = bits[: row.size * WORD_BITS].copy()
         first[differing] = 0
-        first[ids] = bits[told]
+        first[ids] = bits[inside_ids]
         first[blank] = 1
         row[:] = np.packbits(first, bitorder="little").view(np.uint32)
