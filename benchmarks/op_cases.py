@@ -256,7 +256,7 @@ def gated_mlp(
 def fp8_product(
     shape: ModelShape, *, product: str, tokens: int, blocks: bool = False, of_prompts: bool = False
 ) -> Case:
-    """A product of an fp8 weight with the quantisation of its tokens.
+    """A product of an fp8 weight with the quantization of its tokens.
 
     product: "out", "down", or "gate_up" with SiLU. blocks: a scale per 128 x 128, else per channel.
     """

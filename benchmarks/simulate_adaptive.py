@@ -204,21 +204,21 @@ class Cell:
         for step in range(self.num_steps):
             shape = chooser.choose(num_rows=rows, options=PLAIN)
             used[str(shape)] = used.get(str(shape), 0) + 1
-            told = pending if pending > (limits.max_pending - 1 if shape.is_plain else 0) else 0
-            pending = (pending - told + 1) if shape.is_plain else 0
+            recalled = pending if pending > (limits.max_pending - 1 if shape.is_plain else 0) else 0
+            pending = (pending - recalled + 1) if shape.is_plain else 0
             plan = StepPlan(
                 step=step,
                 runs=(StepRun(StepKind.DECODE, shape),),
                 options=PLAIN,
                 rows=refs,
-                pending=(told,) * rows if told else (),
+                pending=(recalled,) * rows if recalled else (),
             )
             emitted = self.emitted(step, shape, draws)
             tokens += int(emitted.sum())
             ms = costs[shape] * luck.uniform(1 - NOISE, 1 + NOISE)
             ms += SWITCH_MS * (before not in (None, shape))
             ms += TOKEN_MS * rows * (tokens / rows % TEXT_TOKENS)
-            ms += max(CATCH_UP_MS, CATCH_UP_ROW_MS * rows) * (told > 0)
+            ms += max(CATCH_UP_MS, CATCH_UP_ROW_MS * rows) * (recalled > 0)
             slow = SLOW_STEPS if luck.random() * SLOW_EVERY < 1 else max(slow - 1, 0)
             ms += luck.uniform(0, SLOW_MS) * (slow > 0)
             before, now = shape, now + ms

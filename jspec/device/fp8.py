@@ -62,8 +62,8 @@ def codes_of(x: Float[Array, "*x"], scales: Float[Array, "*x"]) -> Float[Array, 
 
 
 @partial(jax.jit, static_argnames="has_blocks")
-def quantised_weight(weight: Float[Array, "K N"], *, has_blocks: bool) -> FP8Weight:
-    """Quantise a weight. A scale is the largest magnitude of its channel or block / 448."""
+def quantized_weight(weight: Float[Array, "K N"], *, has_blocks: bool) -> FP8Weight:
+    """Quantize a weight. A scale is the largest magnitude of its channel or block / 448."""
     numbers = weight.astype(jnp.float32)
     if not has_blocks:
         scales = scales_of(jnp.abs(numbers).max(axis=0))

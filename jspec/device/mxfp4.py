@@ -46,7 +46,7 @@ class MXFP4Weight:
     def dense(self, dtype: Any) -> Float[Array, "X K N"]:
         num_experts, rows, width = self.codes.shape
         groups = rows // BLOCK
-        parts = jnp.stack([numbers_of(bits) for bits in bits_of(self.codes)], axis=1)
+        parts = jnp.stack([decoded(bits) for bits in bits_of(self.codes)], axis=1)
         blocks = parts.reshape(num_experts, PARTS, groups, BLOCK, width).swapaxes(1, 2)
         power = self.scales.reshape(num_experts, groups, PARTS, 1, width).astype(jnp.int32) - 127
         whole = jnp.ldexp(blocks, power).reshape(num_experts, groups * GROUP, width)
@@ -69,7 +69,7 @@ def bits_of(codes: Any) -> tuple[Any, ...]:
     )
 
 
-def numbers_of(bits: Any) -> Any:
+def decoded(bits: Any) -> Any:
     """Decode `bits_of` to f32 with integer operations: a CPU may flush subnormals to 0."""
     magnitude = (bits >> 6).astype(jnp.int32) & 7
     exponent, half = magnitude >> 1, 0.5 * (magnitude & 1).astype(jnp.float32)

@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int
 from jspec.layers.linear import Shard, linear
 from jspec.layers.rope import angles_of, grown
 from jspec.pallas_kernels.add_norm.reference import rms_norm
-from jspec.pallas_kernels.fp8_product.api import Activations, numbers_of, rearranged
+from jspec.pallas_kernels.fp8_product.api import Activations, rearranged, values_of
 from jspec.pallas_kernels.kv_write.api import HeadNorms, Rotation
 from jspec.pallas_kernels.kv_write.reference import rotate_and_split
 from jspec.pallas_kernels.ops import Ops
@@ -49,11 +49,11 @@ def attention(
     """
     heads, rotation = project(params, x, positions, spec=spec, eps=eps, shard=shard, ops=ops)
     mixed = attend(heads, rotation, params.get("sinks"))
-    mixed, x = rearranged(mixed, partial(take_kept, kept=kept)), take_kept(numbers_of(x), kept)
+    mixed, x = rearranged(mixed, partial(take_kept, kept=kept)), take_kept(values_of(x), kept)
     if spec.value_dim < spec.head_dim:
         mixed = rearranged(mixed, lambda values: values[..., : spec.value_dim])
     if "gate" in params:
-        mixed = numbers_of(mixed)
+        mixed = values_of(mixed)
         share = jax.nn.sigmoid(linear(params["gate"], x, ops=ops))
         mixed = mixed * share.reshape(*mixed.shape[:-1], -1)
     mixed = rearranged(mixed, lambda values: values.reshape(*x.shape[:-1], -1))

@@ -20,7 +20,7 @@ from jspec.device.fp8 import FP8Weight
 from jspec.device.peers import Area, Peers
 from jspec.device.pytree import pytree
 from jspec.device.weights import Weight
-from jspec.pallas_kernels.fp8_product.api import Activations, numbers_of
+from jspec.pallas_kernels.fp8_product.api import Activations, values_of
 from jspec.pallas_kernels.ops import Ops
 from jspec.pallas_kernels.peer_sum.gpu import (
     gather_over_peers,
@@ -147,11 +147,11 @@ def linear(
     kernel = params["kernel"]
     if reduce is not None and "adapters" not in params and ops.sums_halves(kernel, reduce.size):
         halves = jnp.split(kernel, 2, axis=1)
-        y = jnp.concatenate([reduce.sum(numbers_of(x) @ half) for half in halves], axis=-1)
+        y = jnp.concatenate([reduce.sum(values_of(x) @ half) for half in halves], axis=-1)
         return y + params["bias"] if "bias" in params else y
-    y = ops.fp8_product(x, kernel) if isinstance(kernel, FP8Weight) else numbers_of(x) @ kernel
+    y = ops.fp8_product(x, kernel) if isinstance(kernel, FP8Weight) else values_of(x) @ kernel
     if "adapters" in params:
-        y = y + params["adapters"].product(numbers_of(x))
+        y = y + params["adapters"].product(values_of(x))
     if "bias" in params:
         return (y if reduce is None else reduce.sum(y)) + params["bias"]
     return y if reduce is None else reduce.reduce(y)

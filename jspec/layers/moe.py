@@ -39,7 +39,7 @@ def _chosen(
     if spec.has_router_bias:  # DeepSeek-V3's router; scores in float32
         logits = logits_of(x, params["kernel"])
         logits = logits + params["bias"] if "bias" in params else logits
-        return _by_sigmoid(logits, params["correction"], spec=spec)
+        return _by_sigmoid(logits, params["router_bias"], spec=spec)
     logits = x @ params["kernel"]
     logits = (logits + params["bias"] if "bias" in params else logits).astype(jnp.float32)
     if spec.routing is Routing.TOP_THEN_SOFTMAX:
@@ -69,11 +69,11 @@ def within_groups(
 
 
 def _by_sigmoid(
-    logits: Float[Array, "T X"], correction: Float[Array, "X"], *, spec: MoESpec
+    logits: Float[Array, "T X"], router_bias: Float[Array, "X"], *, spec: MoESpec
 ) -> tuple[Int[Array, "T k"], Float[Array, "T k"]]:
     """Select by score plus router bias, but weight by the score alone (DeepSeek-V3's router)."""
     scores = jax.nn.sigmoid(logits)
-    heights = scores + correction.astype(jnp.float32)
+    heights = scores + router_bias.astype(jnp.float32)
     _, ids = jax.lax.top_k(within_groups(heights, spec=spec, num_best=2), spec.top_k)
     weights = jnp.take_along_axis(scores, ids, axis=-1, mode="clip")
     if spec.routing is Routing.SIGMOID_THEN_TOP_NORMALIZED:

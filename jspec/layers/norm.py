@@ -64,7 +64,7 @@ def norm_for(
     """Apply `norm_of_sum`, in the form that the product with the weight `reader` takes."""
     delta = stream.delta
     if isinstance(delta, PartialSum) and isinstance(reader, FP8Weight):
-        delta = delta.sum()  # the norm's own kernel also quantises
+        delta = delta.sum()  # the norm's own kernel also quantizes
     if not isinstance(delta, jax.Array):
         return norm_of_sum(params, stream, eps=eps, ops=ops)
     return ops.add_norm_for(reader, stream.x, delta, params["scale"], eps=eps)

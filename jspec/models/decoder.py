@@ -32,7 +32,7 @@ from jspec.models.lora_params import lora_params
 from jspec.models.params import ParamTable, padded, with_expert_map, with_formats
 from jspec.models.registry import table_of
 from jspec.pallas_kernels.attention.api import AttentionCall, AttentionMetadata, index_queries
-from jspec.pallas_kernels.fp8_product.api import Activations, Scaled, numbers_of
+from jspec.pallas_kernels.fp8_product.api import Activations, Scaled, values_of
 from jspec.pallas_kernels.kv_write.api import KVScales, Rotation
 from jspec.pallas_kernels.kv_write.reference import rotate
 from jspec.pallas_kernels.ops import Ops
@@ -152,7 +152,7 @@ def feed_forward(
 ) -> Float[Array, "*b E"]:
     ops, shard = settings.ops, settings.shard
     if isinstance(spec.ffn, MoESpec):
-        x = numbers_of(x)
+        x = values_of(x)
         flat = x.reshape(-1, x.shape[-1])
         return moe(params["moe"], flat, spec=spec.ffn, shard=shard, ops=ops).reshape(x.shape)
     return gated_mlp(

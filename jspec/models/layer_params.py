@@ -49,7 +49,7 @@ def product(
 
     axes: of the kernel; the bias has the second
     repeated: names of parts that may have fewer blocks than there are shards
-    op: None for a small product that is never quantised
+    op: None for a small product that is never quantized
     """
     parts = tuple(parts)
     size = sum(rows for _, rows, _ in parts)
@@ -242,11 +242,11 @@ def expert_params(spec: MoESpec, *, size: int) -> ParamTable:
     down = Part(name="experts.{}.down_proj.weight", shape=(size, inner), size=size, stack=X)
     down_fused = Part(name="experts.down_proj", shape=(X, size, inner), size=size)
     name = "gate.e_score_correction_bias"
-    correction = Part(name=name, shape=(X,), size=X, form=Form.AS_HELD)
+    router_bias = Part(name=name, shape=(X,), size=X, form=Form.AS_HELD)
     biased = ParamSpec(
-        path=("router", "correction"),
+        path=("router", "router_bias"),
         shape=(X,),
-        layouts=((correction,),),
+        layouts=((router_bias,),),
         init=Init.ZEROS,
         format=FLOAT32,
     )

@@ -25,7 +25,7 @@ from jspec.pallas_kernels.delta_rule import reference as delta_rule
 from jspec.pallas_kernels.experts import reference as experts
 from jspec.pallas_kernels.experts.api import Mixed
 from jspec.pallas_kernels.fp8_product import reference as fp8_product
-from jspec.pallas_kernels.fp8_product.api import Activations, Scaled, numbers_of
+from jspec.pallas_kernels.fp8_product.api import Activations, Scaled, values_of
 from jspec.pallas_kernels.gated_mlp.reference import gated
 from jspec.pallas_kernels.kv_write.api import KVScales, Rotation
 from jspec.pallas_kernels.kv_write.reference import (
@@ -243,12 +243,12 @@ class Ops:
         """Return silu(x @ gate) * (x @ up); `kernel` has gate and up columns in its two halves."""
         del of_prompts
         is_fp8 = isinstance(kernel, FP8Weight)
-        y = self.fp8_product(x, kernel) if is_fp8 else numbers_of(x) @ kernel
+        y = self.fp8_product(x, kernel) if is_fp8 else values_of(x) @ kernel
         return gated(*jnp.split(y, 2, axis=-1))
 
     def fp8_product(self, x: Activations, weight: FP8Weight) -> Float[Array, "*b N"]:
-        """Return x @ weight in x's dtype, with activations quantised per token."""
-        x = numbers_of(x)
+        """Return x @ weight in x's dtype, with activations quantized per token."""
+        x = values_of(x)
         return fp8_product.fp8_product(x, weight, out_dtype=x.dtype)
 
     def experts(

@@ -30,7 +30,7 @@ from jspec.pallas_kernels.experts.tuning import (
     sizes_of,
 )
 from jspec.pallas_kernels.fp8_product import gpu as fp8_product_gpu
-from jspec.pallas_kernels.fp8_product.api import Activations, Scaled, numbers_of
+from jspec.pallas_kernels.fp8_product.api import Activations, Scaled, values_of
 from jspec.pallas_kernels.fp8_product.tuning import MOST_TOKENS
 from jspec.pallas_kernels.gated_mlp import gpu as gated_matmul_gpu
 from jspec.pallas_kernels.gated_mlp.gpu_few import choose_few_gated, few_gated_product
@@ -256,7 +256,7 @@ class GpuOps(Ops):
             and fp8_product_gpu.chosen(x, reader) is not None
         ):
             by_blocks = reader.block is not None
-            return add_norm_gpu.add_norm_and_quantise(x, delta, scale, eps=eps, by_blocks=by_blocks)
+            return add_norm_gpu.add_norm_and_quantize(x, delta, scale, eps=eps, by_blocks=by_blocks)
         return self.add_norm(x, delta, scale, eps=eps)
 
     def fp8_product(self, x: Activations, weight: FP8Weight) -> jax.Array:
@@ -274,7 +274,7 @@ class GpuOps(Ops):
                 if found is None
                 else found
             )
-        x = numbers_of(x)
+        x = values_of(x)
         shape = (x.shape[0], *kernel.shape)
         how: dict[str, Any] = {"dtype": kernel.dtype, "column_major": self.columns}
         few = None if of_prompts else choose_few_gated(*shape, **how)

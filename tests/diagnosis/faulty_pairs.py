@@ -39,7 +39,7 @@ def is_matrix(name: str, x: np.ndarray) -> bool:
     return x.ndim == 2 and "embed" not in name
 
 
-def quantised(x: np.ndarray, bits: int) -> np.ndarray:
+def quantized(x: np.ndarray, bits: int) -> np.ndarray:
     """Quantize symmetrically, with one scale per output."""
     wide = x.astype(np.float32)
     scale = np.abs(wide).max(axis=1, keepdims=True) / (2 ** (bits - 1) - 1)
@@ -138,9 +138,9 @@ def stale(directory: Path) -> dict[str, Any]:
     return of_draft(BUNDLED / "draft", target=target)
 
 
-def quantised_twice(directory: Path) -> dict[str, Any]:
+def quantized_twice(directory: Path) -> dict[str, Any]:
     draft = copied(directory, "draft")
-    with_tensors(draft, lambda name, x: quantised(quantised(x, 4), 3) if is_matrix(name, x) else x)
+    with_tensors(draft, lambda name, x: quantized(quantized(x, 4), 3) if is_matrix(name, x) else x)
     return of_draft(draft)
 
 
@@ -163,5 +163,5 @@ FAULTS: dict[Callable[[Path], dict[str, Any]], str] = {
     embedding: "embedding",
     tensors: "tensors",
     stale: "unfit",
-    quantised_twice: "unfit",
+    quantized_twice: "unfit",
 }

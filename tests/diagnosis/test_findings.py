@@ -147,7 +147,7 @@ def test_tensors_that_no_training_makes() -> None:
     assert [fact.name for fact in facts] == ["fc.kernel", "layer.a"]
     (found,) = suspicious(facts)
     assert "layer.a [128, 8] is zero" in found
-    assert suspicious(facts_of({"fc": np.round(matrix)})) == ()  # quantised, not pruned
+    assert suspicious(facts_of({"fc": np.round(matrix)})) == ()  # quantized, not pruned
     broken = facts_of({"fc": {"kernel": np.full((2, 2), np.nan, np.float32)}})
     assert suspicious(broken) == ("fc.kernel holds numbers that are not finite",)
 

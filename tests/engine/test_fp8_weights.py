@@ -26,9 +26,9 @@ from jspec.spec.weight_format import Op, num_bytes
 from tests.models.dense_forward import dense_forward
 from tests.models.fp8_checkpoints import (
     LAYOUTS,
-    numbers_of,
     per_block,
     per_row,
+    values_of,
     wide_spec,
     write_fp8,
     write_plain,
@@ -139,7 +139,7 @@ def numbers_beside(path: Path) -> Path:
     return path.with_name(f"{path.name}_numbers") / "model.safetensors"
 
 
-def test_the_flag_quantises_each_channel_of_a_plain_checkpoint(plain: Path) -> None:
+def test_the_flag_quantizes_each_channel_of_a_plain_checkpoint(plain: Path) -> None:
     models, exact = loaded(plain, quantization="fp8"), loaded(plain)
     found = packed_in(models)
     assert len(found) == 4 * 2
@@ -188,7 +188,7 @@ def test_an_update_from_disk_keeps_the_format(
 
 @pytest.mark.parametrize("shards", [1, 2])
 @pytest.mark.parametrize("layout", ["blocks", "compressed tensor"])
-def test_an_update_of_a_part_quantises_it_and_no_other(
+def test_an_update_of_a_part_quantizes_it_and_no_other(
     layout: str, shards: int, plain: Path, tmp_path: Path
 ) -> None:
     write_fp8(plain, tmp_path / "packed", layout)
@@ -198,7 +198,7 @@ def test_an_update_of_a_part_quantises_it_and_no_other(
     change = np.random.default_rng(0).standard_normal(before[name].shape).astype(np.float32)
     weights.switch(weights.prepare(ArrayUpdate(arrays={name: change})))
     assert isinstance(runner.params["target"]["layers"][0]["attention"]["qkv"]["kernel"], FP8Weight)
-    changed = numbers_of(*(per_block if layout == "blocks" else per_row)(change))
+    changed = values_of(*(per_block if layout == "blocks" else per_row)(change))
     np.testing.assert_allclose(weights.tensor(name, None), changed, rtol=1e-6, atol=1e-9)
     for each in before.keys() - {name}:
         np.testing.assert_array_equal(weights.tensor(each, None), before[each])
@@ -206,7 +206,7 @@ def test_an_update_of_a_part_quantises_it_and_no_other(
         weights.prepare(ArrayUpdate(arrays={name: np.full_like(change, np.nan)}))
 
 
-def test_a_draft_is_quantised_by_a_flag_of_its_own(plain: Path) -> None:
+def test_a_draft_is_quantized_by_a_flag_of_its_own(plain: Path) -> None:
     pair = write_tiny_pair(plain.with_name("pair"))
     models = load(
         model_path=str(pair.target_path),

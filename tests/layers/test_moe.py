@@ -24,7 +24,7 @@ E, X, INNER, TOP = 6, 5, 4, 2
 def drawn(*, bias: bool, num_experts: int = X) -> dict[str, Any]:
     """Draw params in float64; gate columns, then up columns."""
     rng, X = np.random.default_rng(0), num_experts
-    router = {"kernel": rng.normal(size=(E, X)), "correction": rng.normal(size=X)}
+    router = {"kernel": rng.normal(size=(E, X)), "router_bias": rng.normal(size=X)}
     experts = {
         "gate_up": rng.normal(size=(X, E, 2 * INNER)) * 2,
         "down": rng.normal(size=(X, INNER, E)),
@@ -41,12 +41,12 @@ def softmax(x: Any) -> Any:
     return weights / weights.sum()
 
 
-def expected_route(logits: Any, routing: Routing, correction: Any) -> dict[int, float]:
-    """Return the weight of each chosen expert of one token. correction: the router bias
+def expected_route(logits: Any, routing: Routing, router_bias: Any) -> dict[int, float]:
+    """Return the weight of each chosen expert of one token. router_bias: the router bias
     (sigmoid)."""
     if routing in (Routing.SIGMOID_THEN_TOP, Routing.SIGMOID_THEN_TOP_NORMALIZED):
         scores = 1 / (1 + np.exp(-logits))
-        chosen = np.argsort(-(scores + correction))[:TOP]
+        chosen = np.argsort(-(scores + router_bias))[:TOP]
         total = scores[chosen].sum() if routing is Routing.SIGMOID_THEN_TOP_NORMALIZED else 1.0
         return dict(zip(chosen.tolist(), (scores[chosen] / total).tolist(), strict=True))
     chosen = np.argsort(-logits)[:TOP]
@@ -80,8 +80,8 @@ def expected_moe(x: Any, params: dict[str, Any], spec: MoESpec) -> Any:
     out = np.zeros_like(x)
     for t, token in enumerate(x):
         logits = token @ params["router"]["kernel"] + params["router"].get("bias", 0)
-        correction = params["router"]["correction"]
-        for index, weight in expected_route(logits, spec.routing, correction).items():
+        router_bias = params["router"]["router_bias"]
+        for index, weight in expected_route(logits, spec.routing, router_bias).items():
             out[t] += weight * expected_expert(token, params["experts"], index, spec.gate)
     if spec.shared is not None:
         shared = params["shared"]
@@ -175,7 +175,7 @@ def test_shards_add_up_and_a_bias_is_added_once(parallel: Parallel, shares: bool
         held["experts"][name] = held["experts"][name][..., order]
     first = ("data", "expert") if shares else "expert"
     specs = {
-        "router": dict.fromkeys(("kernel", "bias", "correction"), PartitionSpec()),
+        "router": dict.fromkeys(("kernel", "bias", "router_bias"), PartitionSpec()),
         "experts": {
             "gate_up": PartitionSpec(first, None, "tensor"),
             "gate_up_bias": PartitionSpec(first, "tensor"),

@@ -47,7 +47,7 @@ def per_block(weight: np.ndarray, *, size: int = 128) -> Packed:
     return codes[: weight.shape[0], : weight.shape[1]].copy(), scales
 
 
-def numbers_of(codes: np.ndarray, scales: np.ndarray, *, size: int = 128) -> np.ndarray:
+def values_of(codes: np.ndarray, scales: np.ndarray, *, size: int = 128) -> np.ndarray:
     numbers = codes.astype(np.float32)
     if scales.size in (1, len(codes)):
         return numbers * scales.reshape(-1, 1)
@@ -124,7 +124,7 @@ def write_fp8(plain: Path, path: Path, layout: str) -> Path:
     for name in [name for name in tensors if "proj" in name]:
         codes, scales = pack(tensors[name])
         tensors |= {name: codes, f"{name}{end}": scales}
-        numbers[name] = numbers_of(codes, scales)
+        numbers[name] = values_of(codes, scales)
         if "modelopt" in layout:
             before = name.removesuffix("weight")
             tensors |= {f"{before}input_scale": np.array(np.float32(0.5))}

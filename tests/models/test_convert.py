@@ -125,7 +125,7 @@ def test_what_cannot_be_converted_is_said_and_leaves_nothing(
     assert "invalid choice: 'gguf'" in capsys.readouterr().err
 
 
-def test_a_target_in_fp8_is_served_as_one_that_is_quantised_while_it_loads(
+def test_a_target_in_fp8_is_served_as_one_that_is_quantized_while_it_loads(
     pair: TinyPair, tmp_path: Path
 ) -> None:
     out = tmp_path / "fp8"
@@ -148,7 +148,7 @@ def test_a_target_in_fp8_is_served_as_one_that_is_quantised_while_it_loads(
 
 
 @pytest.mark.parametrize("fault", ["twice", "draft"])
-def test_what_is_not_quantised(pair: TinyPair, tmp_path: Path, fault: str) -> None:
+def test_what_is_not_quantized(pair: TinyPair, tmp_path: Path, fault: str) -> None:
     once = tmp_path / "once"
     if fault == "twice":
         convert(pair.target_path, once, Format.SAFETENSORS, to_fp8=True)

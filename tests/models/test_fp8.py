@@ -294,7 +294,7 @@ def test_other_quantizations_are_refused(
     assert str(tmp_path) in str(caught.value)
 
 
-def test_a_list_of_what_is_not_quantised_has_modules_globs_and_patterns(tmp_path: Path) -> None:
+def test_a_list_of_what_is_not_quantized_has_modules_globs_and_patterns(tmp_path: Path) -> None:
     names = ["model.layers.0.mlp*", "*.router", "re:.*k_proj", "model.layers.3.self_attn"]
     config = {"quant_method": "modelopt_fp8", "quant_algo": "FP8", "exclude_modules": names}
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": config}))

@@ -22,9 +22,9 @@ from jax.experimental.layout import Format, Layout
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jspec.device.fp8 import E4M3, FP8Weight
-from jspec.pallas_kernels.fp8_product.api import QuantisedTokens
+from jspec.pallas_kernels.fp8_product.api import QuantizedTokens
 from jspec.pallas_kernels.fp8_product.gpu import product
-from jspec.pallas_kernels.fp8_product.gpu_tokens import quantise
+from jspec.pallas_kernels.fp8_product.gpu_tokens import quantize
 from jspec.pallas_kernels.fp8_product.tuning import tiles_for
 from jspec.pallas_kernels.shapes import LLAMA_3_1_8B
 from tests.pallas_kernels.gpu_gated_compile import spilled_bytes
@@ -77,7 +77,7 @@ def compile_one(
 ) -> None:
     how: Any = {"halves": 1 + is_gated, "by_blocks": by_blocks}
     x = jax.ShapeDtypeStruct((m, k), jnp.bfloat16)
-    tokens: QuantisedTokens = jax.eval_shape(partial(quantise, by_blocks=by_blocks), x)
+    tokens: QuantizedTokens = jax.eval_shape(partial(quantize, by_blocks=by_blocks), x)
     tuning = tiles_for(m, k, n, **how)
     run = partial(product, tuning=tuning, is_gated=is_gated)
     if "mosaic_gpu" not in compiled(run, tokens, k, n, by_blocks=by_blocks):

@@ -57,7 +57,7 @@ def drawn(case: Case, seed: int) -> tuple[Residual, dict[str, Any], dict[str, ja
 
     router = {"kernel": array(E, X, scale=E**-0.5)}
     if spec.has_router_bias:
-        router["correction"] = array(X).astype(jnp.float32)
+        router["router_bias"] = array(X).astype(jnp.float32)
     experts = {
         "gate_up": array(X, E, 2 * inner, scale=E**-0.5),
         "down": array(X, inner, E, scale=inner**-0.5),

@@ -22,11 +22,11 @@ from jspec.layers.norm import Residual
 from jspec.models.decoder import Decoder, trunk
 from jspec.models.placement import init_params
 from jspec.models.registry import table_of
-from jspec.pallas_kernels.add_norm.gpu import add_and_norm, add_norm_and_quantise, num_warps
+from jspec.pallas_kernels.add_norm.gpu import add_and_norm, add_norm_and_quantize, num_warps
 from jspec.pallas_kernels.add_norm.reference import add_norm
 from jspec.pallas_kernels.attention.api import AttentionMetadata
 from jspec.pallas_kernels.bundles import OPS
-from jspec.pallas_kernels.fp8_product.gpu_tokens import quantise
+from jspec.pallas_kernels.fp8_product.gpu_tokens import quantize
 from jspec.pallas_kernels.ops import Ops
 from tests.pallas_kernels.ahead_of_time import needs_cuda_compiler, output_of
 from tests.pallas_kernels.chips import needs_gpu
@@ -161,14 +161,14 @@ def test_what_is_captured_is_what_the_next_layer_is_given() -> None:
 
 @FORMS
 @pytest.mark.parametrize("shape", [(3, 384), (9, 200)])
-def test_a_row_is_quantised_as_if_after_the_norm(shape: tuple[int, int], by_blocks: bool) -> None:
+def test_a_row_is_quantized_as_if_after_the_norm(shape: tuple[int, int], by_blocks: bool) -> None:
     arrays = inputs(*shape, jnp.bfloat16)
     how: dict[str, Any] = {"by_blocks": by_blocks, "interpret": True}
-    both: Any = run(add_norm_and_quantise, *arrays, **how)
+    both: Any = run(add_norm_and_quantize, *arrays, **how)
     total, normed = both
-    assert_equal((total, normed.numbers), run(add_and_norm, *arrays, interpret=True))
+    assert_equal((total, normed.values), run(add_and_norm, *arrays, interpret=True))
     num = shape[0]
-    wanted = jax.jit(partial(quantise, **how))(normed.numbers)
+    wanted = jax.jit(partial(quantize, **how))(normed.values)
     assert normed.tokens.num == wanted.num == num
     np.testing.assert_array_equal(normed.tokens.scales[:, :num], wanted.scales[:, :num])
     codes = (x.codes[:num].view(jnp.uint8) for x in (normed.tokens, wanted))

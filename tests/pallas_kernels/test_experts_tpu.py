@@ -40,8 +40,8 @@ def test_equals_xla_and_reads_no_untouched_expert(case: tuple[Mixture, int, floa
 def test_several_tiles_of_columns_and_weights_that_lie_turned() -> None:
     """The last tile is partial; [2, 256, 160] is stored as [2, 160, 256]."""
     moe = Mixture(5, 2, 2, 160, 64, dtype=jnp.bfloat16)
-    assert experts_tpu.lies_turned(256, 160)
-    assert not experts_tpu.lies_turned(160, 128)
+    assert experts_tpu.is_stored_transposed(256, 160)
+    assert not experts_tpu.is_stored_transposed(160, 128)
     drawn = draw(moe, seed=4, skew=0.0)
     check_against_xla(KERNEL, moe, drawn)
 

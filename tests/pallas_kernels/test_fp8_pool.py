@@ -14,7 +14,7 @@ import pytest
 
 from jspec.pallas_kernels.attention.api import AttentionCall, AttentionMetadata
 from jspec.pallas_kernels.bundles import OPS
-from jspec.pallas_kernels.fp8_product.api import numbers_of
+from jspec.pallas_kernels.fp8_product.api import values_of
 from jspec.pallas_kernels.kv_write.api import KVScales, Rotation
 from jspec.pallas_kernels.kv_write.reference import pool_rows, stored
 from tests.pallas_kernels.chips import needs_mosaic_gpu
@@ -176,7 +176,7 @@ def test_the_gpus_kernels_are_xlas_path(queries_per_row: int | None, rotary: int
             )
             for name in ("gpu_interpret", "xla")
         )
-    found = (numbers_of(found[0]), found[1])
+    found = (values_of(found[0]), found[1])
     assert found[0].dtype == jnp.bfloat16
     np.testing.assert_array_equal(*(np.asarray(x[1]).view(np.uint8)[1:] for x in (found, wanted)))
     np.testing.assert_allclose(

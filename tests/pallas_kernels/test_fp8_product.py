@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from jspec.device.fp8 import LARGEST, FP8Weight
 from jspec.device.weights import weight_of
-from jspec.pallas_kernels.fp8_product.reference import quantise
+from jspec.pallas_kernels.fp8_product.reference import quantize
 from jspec.pallas_kernels.ops import Ops
 from jspec.spec.weight_format import FP8, ArraySpec
 
@@ -56,7 +56,7 @@ def test_a_product_is_that_of_the_numbers_but_for_the_rounding_of_the_tokens(
         np.abs(np.asarray(product(x, weight), np.float64) - x @ numbers),
         error @ np.abs(numbers) + 1e-5,
     )
-    codes, scales = quantise(jnp.asarray(x), weight.block)
+    codes, scales = quantize(jnp.asarray(x), weight.block)
     of_each = np.repeat(np.asarray(scales, np.float64), weight.block or INPUTS, axis=-1)[:, :INPUTS]
     exact = (np.asarray(codes, np.float64) * of_each) @ numbers
     np.testing.assert_allclose(product(x, weight), exact, rtol=1e-4, atol=1e-5 * most.max())
@@ -84,7 +84,7 @@ def test_zeros_and_tiny_numbers_are_finite_and_large_ones_saturate(has_blocks: b
     block = weight.block
     x = np.zeros((3, INPUTS), np.float32)
     x[1, 0], x[2, :2] = 1e-40, (3e38, -3e38)
-    codes, scales = jax.jit(partial(quantise, block=block))(x)
+    codes, scales = jax.jit(partial(quantize, block=block))(x)
     assert codes.dtype == jnp.float8_e4m3fn
     assert scales.shape == (3, 2 if has_blocks else 1)
     assert not np.asarray(codes[:2], np.float32).any()

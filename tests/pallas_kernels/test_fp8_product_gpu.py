@@ -1,4 +1,4 @@
-"""Products of quantised tokens and fp8 weights on Hopper: interpreted with race detection, lowered
+"""Products of quantized tokens and fp8 weights on Hopper: interpreted with race detection, lowered
 and compiled for CUDA, and run where there is a GPU. Unwritten memory is NaN.
 """
 
@@ -17,9 +17,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jspec.device.fp8 import E4M3, FP8Weight
 from jspec.pallas_kernels.fp8_product import reference
-from jspec.pallas_kernels.fp8_product.api import QuantisedTokens, Scaled, numbers_of
+from jspec.pallas_kernels.fp8_product.api import QuantizedTokens, Scaled, values_of
 from jspec.pallas_kernels.fp8_product.gpu import chosen_product, product
-from jspec.pallas_kernels.fp8_product.gpu_tokens import quantise
+from jspec.pallas_kernels.fp8_product.gpu_tokens import quantize
 from jspec.pallas_kernels.fp8_product.tuning import (
     MOST_TOKENS,
     ProductTuning,
@@ -84,7 +84,7 @@ def poisoned() -> Any:
     )
 
 
-def padded(tokens: QuantisedTokens) -> QuantisedTokens:
+def padded(tokens: QuantizedTokens) -> QuantizedTokens:
     """Pad with NaN, which must not be read."""
     rows = jnp.arange(tokens.codes.shape[0])[:, None] < tokens.num
     columns = jnp.arange(tokens.scales.shape[1])[None] < tokens.num
@@ -98,13 +98,13 @@ def padded(tokens: QuantisedTokens) -> QuantisedTokens:
 
 @FORMS
 @pytest.mark.parametrize("shape", [(3, 384), (130, 200)])
-def test_tokens_are_quantised_as_the_reference_has_them(
+def test_tokens_are_quantized_as_the_reference_has_them(
     shape: tuple[int, int], by_blocks: bool
 ) -> None:
     x, _ = operands(*shape, 8, by_blocks=False)
     x = x.at[0, :5].set(0)
-    found = quantise(x, by_blocks=by_blocks, interpret=True)
-    codes, scales = jax.jit(partial(reference.quantise, block=128 if by_blocks else None))(x)
+    found = quantize(x, by_blocks=by_blocks, interpret=True)
+    codes, scales = jax.jit(partial(reference.quantize, block=128 if by_blocks else None))(x)
     assert found.codes.shape[0] % 8 == found.scales.shape[1] % 128 == 0
     np.testing.assert_array_equal(found.scales[:, : shape[0]].T, scales)
     np.testing.assert_array_equal(
@@ -113,12 +113,12 @@ def test_tokens_are_quantised_as_the_reference_has_them(
 
 
 @FORMS
-def test_numbers_that_are_to_be_scaled_are_quantised_as_if_they_were(by_blocks: bool) -> None:
+def test_numbers_that_are_to_be_scaled_are_quantized_as_if_they_were(by_blocks: bool) -> None:
     numbers, _ = operands(3, 384, 8, by_blocks=False)
     scaled = Scaled(of=numbers.astype(jnp.float16), factor=jnp.full((1,), 0.3), dtype=jnp.bfloat16)
     given, wanted = (
-        jax.jit(partial(quantise, by_blocks=by_blocks, interpret=True))(x)
-        for x in (scaled, numbers_of(scaled))
+        jax.jit(partial(quantize, by_blocks=by_blocks, interpret=True))(x)
+        for x in (scaled, values_of(scaled))
     )
     np.testing.assert_array_equal(given.scales[:, :3], wanted.scales[:, :3])
     codes = (x.codes[:3].view(jnp.uint8) for x in (given, wanted))
@@ -135,7 +135,7 @@ def test_a_ring_computes_the_reference_without_a_race(name: str, by_blocks: bool
 
     m, k, columns, is_gated, tuning = RINGS[name]
     x, weight = operands(m, k, columns, by_blocks=by_blocks)
-    tokens = padded(quantise(x, by_blocks=by_blocks, interpret=True))
+    tokens = padded(quantize(x, by_blocks=by_blocks, interpret=True))
     run = partial(product, tuning=tuning, is_gated=is_gated, interpret=poisoned())
     assert_close(jax.jit(run)(tokens, weight), expected(x, weight, is_gated=is_gated))
     assert not interpreter.get_races().races_found
@@ -145,7 +145,7 @@ def of_shape(m: int, k: int, columns: int, *, by_blocks: bool) -> tuple[Any, Any
     like = jax.ShapeDtypeStruct
     shape = (-(-k // 128), -(-columns // 128)) if by_blocks else (columns,)
     weight = FP8Weight(codes=like((k, columns), E4M3), scales=like(shape, jnp.float32))
-    tokens = jax.eval_shape(partial(quantise, by_blocks=by_blocks), like((m, k), jnp.bfloat16))
+    tokens = jax.eval_shape(partial(quantize, by_blocks=by_blocks), like((m, k), jnp.bfloat16))
     return tokens, weight
 
 
@@ -237,7 +237,7 @@ def test_a_tuning_that_does_not_fit_says_why(change: dict[str, Any], reason: str
 def test_runs_on_chip(m: int, by_blocks: bool) -> None:
     for is_gated, (k, columns) in ((False, (INNER, E)), (True, (E, 2 * INNER))):
         x, weight = operands(m, k, columns, by_blocks=by_blocks)
-        tokens = padded(quantise(x, by_blocks=by_blocks))
+        tokens = padded(quantize(x, by_blocks=by_blocks))
         how: Any = {"halves": 1 + is_gated, "by_blocks": by_blocks}
         tuning = tiles_for(m, k, columns, **how)
         run = jax.jit(partial(product, tuning=tuning, is_gated=is_gated))

@@ -207,15 +207,15 @@ def test_a_prompt_that_is_half_filled_has_all_its_numbers_of_the_new_weights(
         assert result["output_ids"] == new["output_ids"]
         assert meta["weight_version"] == "2"
         for name in ("input_token_logprobs", "input_top_logprobs", "output_token_logprobs"):
-            assert numbers_of(meta[name]) == pytest.approx(numbers_of(new["meta_info"][name]))
-            assert numbers_of(meta[name]) != pytest.approx(numbers_of(old["meta_info"][name]))
+            assert values_of(meta[name]) == pytest.approx(values_of(new["meta_info"][name]))
+            assert values_of(meta[name]) != pytest.approx(values_of(old["meta_info"][name]))
     assert max(result["meta_info"]["num_retractions"] for result in found) == 1
 
 
-def numbers_of(value: Any) -> list[float]:
+def values_of(value: Any) -> list[float]:
     """Return all numbers of nested lists, in order."""
     if isinstance(value, list | tuple):
-        return [number for each in value for number in numbers_of(each)]
+        return [number for each in value for number in values_of(each)]
     return [] if value is None else [value]
 
 

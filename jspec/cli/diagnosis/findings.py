@@ -123,8 +123,8 @@ def unfit(base: Agreement, levels: int | None) -> Finding:
         return Finding(
             kind="unfit",
             what=f"{what}, and an output of its matrices has {levels} different numbers: too few "
-            "bits, or quantised twice",
-            repair="get the head's weights as they were before they were quantised, and quantise "
+            "bits, or quantized twice",
+            repair="get the head's weights as they were before they were quantized, and quantize "
             "those once, to 4 bits or more",
         )
     return Finding(

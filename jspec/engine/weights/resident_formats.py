@@ -27,7 +27,7 @@ from jspec.models.params import ParamPath, ParamSpec, ParamTable, Part
 from jspec.pallas_kernels.formats import resident_format
 from jspec.spec.weight_format import FP8, MXFP4, Formats, Op, WeightFormat
 
-UNPACKED, QUANTISED = "none", "fp8"  # values of the argument
+UNPACKED, QUANTIZED = "none", "fp8"  # values of the argument
 log = logging.getLogger(__name__)
 
 
@@ -70,8 +70,8 @@ def resident_formats(
     _check_method(path, wanted, stored)
     if wanted.value == UNPACKED:
         return ()
-    if wanted.value == QUANTISED and stored.method is None:
-        stored = _all_quantised(table, stored)
+    if wanted.value == QUANTIZED and stored.method is None:
+        stored = _all_quantized(table, stored)
     if stored.has_static_scales:
         log.info(
             "%s: scales of activations (input_scale) are ignored: each token gets its own", path
@@ -111,7 +111,7 @@ def _read_headers(
         if not weights and not products:
             method = None
         elif method is None:
-            method = QUANTISED if weights else MXFP4.name
+            method = QUANTIZED if weights else MXFP4.name
         is_static = any(name.rsplit(".", 1)[-1] in STATIC for name in opened.sources)
         return _Stored(products, weights, method, bool(weights) and is_static)
 
@@ -145,13 +145,13 @@ def _fp8_weights(
 
 def _check_method(path: Path, wanted: Wanted, stored: _Stored) -> None:
     value, method = wanted.value, stored.method
-    are_fp8 = method in METHODS and value == QUANTISED
-    if value in (None, UNPACKED, method or QUANTISED) or are_fp8:
+    are_fp8 = method in METHODS and value == QUANTIZED
+    if value in (None, UNPACKED, method or QUANTIZED) or are_fp8:
         return
     if method is None:
         raise ConfigError(
             f"{wanted.name} is {value!r}, but {path} is not quantized; expected "
-            f"{QUANTISED!r}, which quantizes while loading, or unset"
+            f"{QUANTIZED!r}, which quantizes while loading, or unset"
         )
     raise ConfigError(
         f"{wanted.name} is {value!r}, but {path} is quantized by {method!r}; expected that, "
@@ -159,7 +159,7 @@ def _check_method(path: Path, wanted: Wanted, stored: _Stored) -> None:
     )
 
 
-def _all_quantised(table: ParamTable, stored: _Stored) -> _Stored:
+def _all_quantized(table: ParamTable, stored: _Stored) -> _Stored:
     ops = (Op.LINEAR, Op.GATED)
     weights = {
         spec.path: found
@@ -167,4 +167,4 @@ def _all_quantised(table: ParamTable, stored: _Stored) -> _Stored:
         if spec.op in ops
         and (found := stored_fp8(spec, spec.layouts[0], lambda _: FP8(), shards=1))
     }
-    return _Stored(stored.of_products, weights, QUANTISED)
+    return _Stored(stored.of_products, weights, QUANTIZED)

@@ -232,11 +232,11 @@ def _ffn_params(spec: FeedForward, *, size: int) -> ParamTable:
         for name in ("gate_proj", "up_proj")
     )
     down = Part(name="down_proj.weight", shape=(X, size, inner), size=size)
-    bias = Part(name="router_bias", shape=(X,), size=X, form=Form.AS_HELD)
+    bias = Part(name="logit_bias", shape=(X,), size=X, form=Form.AS_HELD)
     experts = (
         *product(("router",), size, (("gate", X, 1),), op=None),
         ParamSpec(
-            path=("router", "correction"),
+            path=("router", "router_bias"),
             shape=(X,),
             layouts=((bias,),),
             init=Init.ZEROS,

@@ -52,7 +52,7 @@ def convert(
 ) -> Converted:
     """Write the checkpoint of `source` to `out`, which must be empty or not exist.
 
-    to_fp8: quantise the products of a target's layers (fp8_export.py). For orbax the host holds all
+    to_fp8: quantize the products of a target's layers (fp8_export.py). For orbax the host holds all
     tensors at once, for safetensors those of one file. Raises ConfigError, OutputError or
     CheckpointError, and then leaves `out` unchanged.
     """

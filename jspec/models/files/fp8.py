@@ -40,7 +40,7 @@ E4M3_NAMES = ("e4m3", "float8_e4m3fn")  # DeepSeek's, MiniMax's
 BLOCK = (128, 128)  # the default of config.json
 STATIC = ("input_scale", "activation_scale", "input_scale_ub")  # scales of products' inputs
 _OF_ACTIVATIONS = (*STATIC, "q_scale")
-# Keys of config.json that list modules that are not quantised.
+# Keys of config.json that list modules that are not quantized.
 _KEPT = ("modules_to_not_convert", "ignore", "ignored_layers", "exclude_modules")
 _NUMBERS = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
 _FLOAT32 = "F32"

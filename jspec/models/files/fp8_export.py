@@ -1,9 +1,9 @@
-"""Quantisation of a checkpoint to fp8, in the layout of compressed-tensors (W8A8, dynamic).
+"""Quantization of a checkpoint to fp8, in the layout of compressed-tensors (W8A8, dynamic).
 
     X.weight         e4m3 [out, in]
     X.weight_scale   float32 [out, 1]: the largest magnitude of the row / 448
 
-Activations are quantised per token when the checkpoint is served. The codes and scales equal those
+Activations are quantized per token when the checkpoint is served. The codes and scales equal those
 of `--quantization fp8`.
 """
 
@@ -35,7 +35,7 @@ _EXPERTS = ".experts."
 
 
 def products_of(source: Path, tensors: Tensors) -> set[str]:
-    """Return the tensors that fp8 serving quantises. Raises ConfigError if they already are."""
+    """Return the tensors that fp8 serving quantizes. Raises ConfigError if they already are."""
     method = quantization_method(source)
     if method is not None:
         raise ConfigError(
@@ -55,7 +55,7 @@ def products_of(source: Path, tensors: Tensors) -> set[str]:
 def with_fp8(tensors: Tensors, names: Collection[str]) -> Tensors:
     """Return the tensors, with those of `names` as codes and scales that are computed on read."""
     made: dict[str, LazyTensor] = {}
-    both = lru_cache(maxsize=1)(partial(quantised, tensors))  # its scales are read next
+    both = lru_cache(maxsize=1)(partial(quantized, tensors))  # its scales are read next
     for name in names:
         rows, columns = tensors.shape(name)
         made[name] = LazyTensor((rows, columns), FP8, partial(_part, both, name, 0))
@@ -68,7 +68,7 @@ def _part(both: Callable[[str], tuple[HostArray, ...]], name: str, which: int) -
     return both(name)[which]
 
 
-def quantised(tensors: Tensors, name: str) -> tuple[HostArray, HostArray]:
+def quantized(tensors: Tensors, name: str) -> tuple[HostArray, HostArray]:
     """Return a tensor's codes e4m3 [out, in] and scales f32[out, 1]."""
     numbers = tensors.weight(name).astype(np.float32)
     most = np.abs(numbers).max(axis=1, keepdims=True)

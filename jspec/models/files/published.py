@@ -124,7 +124,7 @@ def changed_reads(
 def _with_kept(
     each: ParamRead, layout: Layout, given: Collection[str], served: ServedArray, shards: int
 ) -> FP8Weight:
-    """Quantise the given parts of a weight; the other parts keep their codes bit for bit."""
+    """Quantize the given parts of a weight; the other parts keep their codes bit for bit."""
     new, old = each.read(), served(each.spec.path)
     pieces = shard_columns(layout, each.spec.column_shards(shards))
     is_given = np.concatenate([np.full(n, layout[i].name in given) for i, _, n in pieces])

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 import numpy.typing as npt
 
-from jspec.device.fp8 import quantised_weight
+from jspec.device.fp8 import quantized_weight
 from jspec.device.mxfp4 import MXFP4Weight
 from jspec.device.weights import Weight, weight_of
 from jspec.errors import CheckpointError
@@ -227,7 +227,7 @@ def read_param(
         if stored_fp8(spec, layout, forms_in(tensors), shards=shards) == StoredFP8(spec.format):
             return read_codes(tensors, spec, layout, spec.format, shards=shards)
         numbers = read_param(tensors, replace(spec, format=None), dtype=dtype, shards=shards)
-        return jax.tree.map(np.array, quantised_weight(numbers, has_blocks=spec.format.has_blocks))
+        return jax.tree.map(np.array, quantized_weight(numbers, has_blocks=spec.format.has_blocks))
     part = layout[0]
     own_rows = _own_rows(spec, own, shards)
     if len(layout) == 1 and _is_whole(part, spec) and spec.physical_shape(shards) == spec.shape:

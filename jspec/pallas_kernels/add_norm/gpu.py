@@ -1,7 +1,7 @@
 """The residual add fused with the following RMSNorm, for NVIDIA GPUs (Triton).
 
 Rounding is that of XLA: the sum in x's dtype, then the norm in float32, cast once at the end. If a
-product with fp8 weights reads the norm, the same launch quantises it.
+product with fp8 weights reads the norm, the same launch quantizes it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, BFloat16, Float
 
 from jspec.device.fp8 import codes_of, scales_of
-from jspec.pallas_kernels.fp8_product.api import QuantisedTokens, WithCodes
+from jspec.pallas_kernels.fp8_product.api import QuantizedTokens, WithCodes
 from jspec.pallas_kernels.fp8_product.gpu_tokens import shapes_of
 from jspec.pallas_kernels.fp8_product.tuning import DEPTH
 
@@ -38,7 +38,7 @@ def add_and_norm(
     return total, normed
 
 
-def add_norm_and_quantise(
+def add_norm_and_quantize(
     x: BFloat16[Array, "T E"],
     delta: BFloat16[Array, "T E"],
     scale: Float[Array, "E"],
@@ -47,7 +47,7 @@ def add_norm_and_quantise(
     by_blocks: bool,
     interpret: bool = False,
 ) -> tuple[BFloat16[Array, "T E"], WithCodes]:
-    """Return what `add_and_norm` does, with the norm also quantised. T > 0."""
+    """Return what `add_and_norm` does, with the norm also quantized. T > 0."""
     num, size = x.shape
     total, normed, codes, scales = _launch(
         x,
@@ -57,8 +57,8 @@ def add_norm_and_quantise(
         interpret=interpret,
         coded=shapes_of(num, size, by_blocks=by_blocks),
     )
-    tokens = QuantisedTokens(codes=codes, scales=scales, num=num)
-    return total, WithCodes(numbers=normed, tokens=tokens)
+    tokens = QuantizedTokens(codes=codes, scales=scales, num=num)
+    return total, WithCodes(values=normed, tokens=tokens)
 
 
 def _launch(
@@ -70,7 +70,7 @@ def _launch(
     interpret: bool,
     coded: tuple[Any, ...] = (),
 ) -> tuple[jax.Array, ...]:
-    """Run the kernel. coded: shapes of codes and scales, if the norm is quantised too."""
+    """Run the kernel. coded: shapes of codes and scales, if the norm is quantized too."""
     out = jax.ShapeDtypeStruct(x.shape, x.dtype)
     width = pl.next_power_of_2(x.shape[1])
 
@@ -122,11 +122,11 @@ def _body(
     plt.store(normed_ref.at[row, column], rounded, mask=mask)
     if coded_refs:
         codes_ref, scales_ref = coded_refs
-        codes = _quantised(rounded.astype(jnp.float32), scales_ref, row, mask)
+        codes = _quantized(rounded.astype(jnp.float32), scales_ref, row, mask)
         plt.store(codes_ref.at[row, column], codes, mask=mask)
 
 
-def _quantised(x: jax.Array, scales_ref: Any, row: jax.Array, mask: jax.Array | None) -> jax.Array:
+def _quantized(x: jax.Array, scales_ref: Any, row: jax.Array, mask: jax.Array | None) -> jax.Array:
     if mask is not None:
         x = jnp.where(mask, x, 0.0)
     if scales_ref.shape[0] == 1:

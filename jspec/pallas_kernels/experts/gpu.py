@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Int
 from jspec.device.mxfp4 import MXFP4Weight
 from jspec.device.weights import Weight
 from jspec.pallas_kernels.experts.api import ExpertBlocks, Mixed
-from jspec.pallas_kernels.experts.gpu_blocks import deal
+from jspec.pallas_kernels.experts.gpu_blocks import make_blocks
 from jspec.pallas_kernels.experts.gpu_mxfp4 import packed_products
 from jspec.pallas_kernels.experts.reference import gated
 from jspec.pallas_kernels.experts.tuning import ExpertsTuning, check_tiles, sizes_of
@@ -40,7 +40,9 @@ def run_experts(
     """Return the terms that reference.run_experts sums. Raises ValueError for unfit sizes."""
     sizes = check_tiles(tuning, params)
     how: dict[str, Any] = {"tuning": tuning, "interpret": interpret}
-    blocks = deal(ids, num_experts=sizes.num_experts, tile_m=tuning.tile_m, interpret=interpret)
+    blocks = make_blocks(
+        ids, num_experts=sizes.num_experts, tile_m=tuning.tile_m, interpret=interpret
+    )
     mixed = gate_up_product(x, params, blocks, gate=gate, **how)
     rows = down_product(mixed, params["down"], blocks, size=sizes.size, **how)
     return Mixed(rows=rows, weights=weights, ids=ids, place=blocks.place)

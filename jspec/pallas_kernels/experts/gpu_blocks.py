@@ -20,7 +20,7 @@ from jspec.pallas_kernels.experts.api import ExpertBlocks, num_blocks
 ROUND = 2048  # pairs per iteration
 
 
-def deal(
+def make_blocks(
     ids: Int[Array, "T k"], *, num_experts: int, tile_m: int, interpret: bool = False
 ) -> ExpertBlocks:
     """Compute `blocks_of`, with undefined padding. Raises ValueError for 0 pairs."""
@@ -42,9 +42,9 @@ def deal(
         functools.partial(_count, width=width), out_shape=array(num_experts), name="experts_count"
     )(flat)
     expert, num_pairs, token, place, num_used = call(
-        functools.partial(_deal, width=width, tile_m=tile_m, top_k=top_k),
+        functools.partial(_make_blocks, width=width, tile_m=tile_m, top_k=top_k),
         out_shape=(array(blocks), array(blocks), array(blocks * tile_m), array(total), array(1)),
-        name="experts_deal",
+        name="experts_blocks",
     )(flat, sizes)
     return ExpertBlocks(
         tile_m=tile_m,
@@ -74,7 +74,7 @@ def _count(ids_ref: Any, sizes_ref: Any, *, width: int) -> None:
     plt.store(sizes_ref.at[own], size)
 
 
-def _deal(
+def _make_blocks(
     ids_ref: Any,
     sizes_ref: Any,
     expert_ref: Any,

@@ -148,14 +148,14 @@ def gate_up(
 def choose_and_gate_up(
     x: Float[Array, "one E"],
     shares: Float[Array, "S one X"],
-    router_bias: Float[Array, "X"] | None,
+    logit_bias: Float[Array, "X"] | None,
     params: Mapping[str, Any],
     *,
     top_k: int,
     routing: Routing,
     dtype: Any,
     weight_scale: float,
-    correction: Float[Array, "X"] | None,
+    router_bias: Float[Array, "X"] | None,
     gate: Gate,
     tuning: ExpertsTuning,
     shared: Shared | None = None,
@@ -163,9 +163,9 @@ def choose_and_gate_up(
 ) -> tuple[Float[Array, "k I"], Int[Array, "one k"], Float[Array, "one k"]]:
     """Run `choose` and `gate_up` for one token in one launch: (inner rows, ids, weights)."""
     inner = sizes_of(params).inner
-    others = {**params, "router_bias": router_bias, "correction": correction}
+    others = {**params, "logit_bias": logit_bias, "router_bias": router_bias}
     others["shared"] = None if shared is None else shared.gate_up[None]
-    every = ("gate_up_bias", "router_bias", "correction", "shared")
+    every = ("gate_up_bias", "logit_bias", "router_bias", "shared")
     names = tuple(name for name in every if others.get(name) is not None)
     num_places = top_k + (shared is not None)
     pair = (1, num_places)
@@ -287,9 +287,9 @@ def _choose_and_gate_up(
     is_shared = place == top_k
     only = place * 0  # the token; jax 0.10 cannot interpret a store at a constant index
     rank, weight = ranked(
-        scores_of(shares_ref, given.get("router_bias", []), only, dtype=dtype),
+        scores_of(shares_ref, given.get("logit_bias", []), only, dtype=dtype),
         num_experts,
-        given.get("correction", []),
+        given.get("router_bias", []),
         top_k=top_k,
         routing=routing,
         weight_scale=weight_scale,

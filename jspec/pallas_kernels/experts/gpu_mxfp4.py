@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import triton as plt
 
-from jspec.device.mxfp4 import BLOCK, GROUP, PARTS, MXFP4Weight, bits_of, numbers_of
+from jspec.device.mxfp4 import BLOCK, GROUP, PARTS, MXFP4Weight, bits_of, decoded
 
 # The four inputs of a code as in mxfp4.bits_of, times 2 ** 126, for the two codes of a register.
 # One assembly program each, since Pallas supports one result per program.
@@ -89,7 +89,7 @@ def packed_products(
 
 def _tiles(codes: jax.Array, dtype: Any, *, interpret: bool) -> list[jax.Array]:
     if interpret:
-        return [numbers_of(bits).astype(dtype) for bits in bits_of(codes)]
+        return [decoded(bits).astype(dtype) for bits in bits_of(codes)]
     like = jax.ShapeDtypeStruct(codes.shape, jnp.bfloat16)
     return [
         plt.elementwise_inline_asm(

@@ -157,7 +157,7 @@ def rule_of(router: Mapping[str, jax.Array], spec: MoESpec, *, dtype: Any) -> di
         "routing": spec.routing,
         "dtype": jnp.float32 if spec.has_router_bias else dtype,
         "weight_scale": spec.weight_scale,
-        "correction": router["correction"] if spec.has_router_bias else None,
+        "router_bias": router["router_bias"] if spec.has_router_bias else None,
     }
 
 
@@ -169,13 +169,13 @@ def choose(
     routing: Routing,
     dtype: Any,
     weight_scale: float = 1.0,
-    correction: Float[Array, "X"] | None = None,
+    router_bias: Float[Array, "X"] | None = None,
     with_shared: bool = False,
     interpret: bool = False,
 ) -> tuple[Int[Array, "T k"], Float[Array, "T k"]]:
     """Return (each token's experts, best first; f32 weights). dtype: of the rounded logits.
 
-    correction: the router bias, which affects the choice of a sigmoid router but not its weights
+    router_bias: the router bias, which affects the choice of a sigmoid router but not its weights
     with_shared: add expert X, the shared one, with weight 1
     """
     num_tokens = shares.shape[1]
@@ -194,7 +194,7 @@ def choose(
         compiler_params=plt.CompilerParams(num_warps=4, num_stages=1),
         interpret=interpret,
         name="experts_choose",
-    )(shares, *(part for part in (bias, correction) if part is not None))
+    )(shares, *(part for part in (bias, router_bias) if part is not None))
     return ids, weights
 
 
@@ -248,7 +248,7 @@ def scores_of(shares_ref: Any, bias_ref: list[Any], token: Any, *, dtype: Any) -
 def ranked(
     scores: jax.Array,
     num_experts: int,
-    correction_ref: list[Any],
+    router_bias_ref: list[Any],
     *,
     top_k: int,
     routing: Routing,
@@ -257,10 +257,10 @@ def ranked(
     """Return (each expert's rank, i32[X]; f32[X] weight if in the top-k). For use in kernels."""
     expert = jnp.arange(scores.shape[0], dtype=jnp.int32)
     is_expert = expert < num_experts
-    if correction_ref:
+    if router_bias_ref:
         power = jnp.where(is_expert, 1.0 / (1.0 + jnp.exp(-scores)), 0.0)
-        correction = plt.load(correction_ref[0].at[expert], mask=is_expert, other=0.0)
-        rank = _rank(power + correction.astype(jnp.float32), is_expert)
+        router_bias = plt.load(router_bias_ref[0].at[expert], mask=is_expert, other=0.0)
+        rank = _rank(power + router_bias.astype(jnp.float32), is_expert)
         if routing is Routing.SIGMOID_THEN_TOP_NORMALIZED:
             power = power / (jnp.sum(jnp.where(rank < top_k, power, 0.0)) + 1e-20)
         return rank, power * weight_scale

@@ -3,7 +3,7 @@
 A grid step of the grouped product multiplies one block of pairs of one expert (api.py) by one tile
 of its columns. Columns are the outer grid axis, so adjacent blocks of one expert use the same tile,
 which is not copied again. The kernel reads weights in the order in which XLA stores them
-(`lies_turned`), since copying them would cost more than the product.
+(`is_stored_transposed`), since copying them would cost more than the product.
 """
 
 from __future__ import annotations
@@ -75,17 +75,17 @@ def grouped_product(
     """Return each block's rows times its expert's weights; unused blocks are not written."""
     _, size, columns = weights.shape
     tile_m, tile_n = blocks.tile_m, _tile_columns(size, columns, weights.dtype.itemsize)
-    turned = lies_turned(size, columns)
+    transposed = is_stored_transposed(size, columns)
 
     def used(block: Any, num_used: Any) -> Any:
         return jnp.minimum(block, num_used[0] - 1)
 
     weights_spec = pl.BlockSpec((1, size, tile_n), lambda n, b, expert, _: (expert[b], 0, n))
-    if turned:
+    if transposed:
         weights = jnp.swapaxes(weights, 1, 2)  # the stored order: no copy
         weights_spec = pl.BlockSpec((1, tile_n, size), lambda n, b, expert, _: (expert[b], n, 0))
     out: jax.Array = pl.pallas_call(
-        partial(_product, turned=turned),
+        partial(_product, transposed=transposed),
         out_shape=jax.ShapeDtypeStruct((rows.shape[0], columns), rows.dtype),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
@@ -105,7 +105,7 @@ def grouped_product(
     return out
 
 
-def lies_turned(size: int, columns: int) -> bool:
+def is_stored_transposed(size: int, columns: int) -> bool:
     """Return whether XLA stores [X, size, columns] with `size` as the last axis.
 
     It chooses the axis whose padding to 128 wastes less (observed in compiled programs).
@@ -132,7 +132,7 @@ def _product(
     weights_ref: Any,
     out_ref: Any,
     *,
-    turned: bool,
+    transposed: bool,
 ) -> None:
     del expert_ref
 
@@ -141,7 +141,7 @@ def _product(
         total = jax.lax.dot_general(
             rows_ref[...],
             weights_ref[0],
-            (((1,), (1 if turned else 0,)), ((), ())),
+            (((1,), (1 if transposed else 0,)), ((), ())),
             preferred_element_type=jnp.float32,
         )
         out_ref[...] = total.astype(out_ref.dtype)

@@ -1,4 +1,4 @@
-"""Operands that GPU kernels pass to the product that reads them: quantised or unscaled tokens."""
+"""Operands that GPU kernels pass to the product that reads them: quantized or unscaled tokens."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PADDED_TOKENS = 128  # scales of tokens are allocated for a multiple of this
 
 
 @pytree
-class QuantisedTokens:
+class QuantizedTokens:
     """Tokens in fp8. Entries past the first `num` of them are arbitrary."""
 
     codes: Any  # e4m3[8 m, K]
@@ -27,8 +27,8 @@ class QuantisedTokens:
 class WithCodes:
     """Values [M, K], and the same as tokens in fp8; a product reads either."""
 
-    numbers: jax.Array
-    tokens: QuantisedTokens
+    values: jax.Array
+    tokens: QuantizedTokens
 
 
 @pytree
@@ -43,10 +43,10 @@ class Scaled:
 Activations = jax.Array | WithCodes | Scaled
 
 
-def numbers_of(x: Activations) -> jax.Array:
+def values_of(x: Activations) -> jax.Array:
     if isinstance(x, Scaled):
         return (x.of.astype(jnp.float32) * x.factor).astype(x.dtype)
-    return x.numbers if isinstance(x, WithCodes) else x
+    return x.values if isinstance(x, WithCodes) else x
 
 
 def rearranged(

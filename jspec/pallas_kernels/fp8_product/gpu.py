@@ -1,4 +1,4 @@
-"""The product of quantised tokens and fp8 weights on Hopper GPUs (Mosaic GPU).
+"""The product of quantized tokens and fp8 weights on Hopper GPUs (Mosaic GPU).
 
 A producer warp group copies tiles of tokens and weights by TMA into a ring in shared memory, and
 consumer warp groups multiply them in fp8 (wgmma), which needs both operands contiguous along the
@@ -26,12 +26,12 @@ from jaxtyping import Array, BFloat16
 from jspec.device.fp8 import E4M3, FP8Weight
 from jspec.pallas_kernels.fp8_product.api import (
     Activations,
-    QuantisedTokens,
+    QuantizedTokens,
     WithCodes,
-    numbers_of,
     rearranged,
+    values_of,
 )
-from jspec.pallas_kernels.fp8_product.gpu_tokens import quantise
+from jspec.pallas_kernels.fp8_product.gpu_tokens import quantize
 from jspec.pallas_kernels.fp8_product.tuning import DEPTH, ProductTuning, choose
 from jspec.pallas_kernels.gated_mlp.tuning import LANES, Shared
 from jspec.pallas_kernels.hopper import (
@@ -51,8 +51,8 @@ Columns = tuple[jax.Array, ...]  # of a product; of gate and up for a gated one
 def chosen_product(
     x: Activations, weight: FP8Weight, *, is_gated: bool = False
 ) -> BFloat16[Array, "*b N"] | None:
-    """Return `product` of quantised x, or None where XLA's is faster or no kernel fits."""
-    shape: Any = jax.eval_shape(numbers_of, x)
+    """Return `product` of quantized x, or None where XLA's is faster or no kernel fits."""
+    shape: Any = jax.eval_shape(values_of, x)
     tuning = chosen(shape, weight, is_gated=is_gated)
     if tuning is None:
         return None
@@ -60,7 +60,7 @@ def chosen_product(
         tokens = x.tokens
     else:
         rows = rearranged(x, lambda numbers: numbers.reshape(-1, numbers.shape[-1]))
-        tokens = quantise(rows, by_blocks=weight.block is not None)
+        tokens = quantize(rows, by_blocks=weight.block is not None)
     out = product(tokens, weight, tuning=tuning, is_gated=is_gated)
     return out.reshape(*shape.shape[:-1], -1)
 
@@ -74,7 +74,7 @@ def chosen(x: Any, weight: FP8Weight, *, is_gated: bool = False) -> ProductTunin
 
 
 def product(
-    x: QuantisedTokens,
+    x: QuantizedTokens,
     weight: FP8Weight,
     *,
     tuning: ProductTuning,
@@ -140,7 +140,7 @@ class _Plan:
 
 @partial(jax.jit, static_argnames=("tuning", "is_gated", "interpret"), inline=False)
 def _launch(
-    x: QuantisedTokens, weight: FP8Weight, *, tuning: ProductTuning, is_gated: bool, interpret: Any
+    x: QuantizedTokens, weight: FP8Weight, *, tuning: ProductTuning, is_gated: bool, interpret: Any
 ) -> jax.Array:
     """Run the kernel. An inner jit, so that it is lowered once for all layers."""
     require_mosaic_gpu()

@@ -12,25 +12,25 @@ from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, BFloat16
 
 from jspec.device.fp8 import E4M3, codes_of, scales_of
-from jspec.pallas_kernels.fp8_product.api import PADDED_TOKENS, QuantisedTokens, Scaled
+from jspec.pallas_kernels.fp8_product.api import PADDED_TOKENS, QuantizedTokens, Scaled
 from jspec.pallas_kernels.fp8_product.tuning import DEPTH
 
 
-def quantise(
+def quantize(
     x: BFloat16[Array, "M K"] | Scaled, *, by_blocks: bool, interpret: bool = False
-) -> QuantisedTokens:
-    """Return the tokens as reference.quantise has them, laid out for a kernel's copies."""
+) -> QuantizedTokens:
+    """Return the tokens as reference.quantize has them, laid out for a kernel's copies."""
     given = (x.of, x.factor) if isinstance(x, Scaled) else (x,)
     num, k = given[0].shape
     codes, scales = pl.pallas_call(
-        partial(_quantise, by_blocks=by_blocks, dtype=x.dtype),
+        partial(_quantize, by_blocks=by_blocks, dtype=x.dtype),
         grid=(num,),
         out_shape=shapes_of(num, k, by_blocks=by_blocks),
         compiler_params=plt.CompilerParams(num_warps=8 if k > 2048 else 4),
         interpret=interpret,
-        name="quantise_tokens",
+        name="quantize_tokens",
     )(*given)
-    return QuantisedTokens(codes=codes, scales=scales, num=num)
+    return QuantizedTokens(codes=codes, scales=scales, num=num)
 
 
 def shapes_of(num: int, k: int, *, by_blocks: bool) -> tuple[Any, Any]:
@@ -41,7 +41,7 @@ def shapes_of(num: int, k: int, *, by_blocks: bool) -> tuple[Any, Any]:
     )
 
 
-def _quantise(x_ref: Any, *refs: Any, by_blocks: bool, dtype: Any) -> None:
+def _quantize(x_ref: Any, *refs: Any, by_blocks: bool, dtype: Any) -> None:
     *factor, codes_ref, scales_ref = refs
     token, k = pl.program_id(0), x_ref.shape[1]
     block = jnp.arange(pl.next_power_of_2(-(-k // DEPTH)), dtype=jnp.int32)

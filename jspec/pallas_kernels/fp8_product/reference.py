@@ -1,6 +1,6 @@
 """The product of activations and fp8 weights (W8A8), in XLA: the specification of the kernels.
 
-Activations are quantised per token, so a row's result depends on that row and the weights alone:
+Activations are quantized per token, so a row's result depends on that row and the weights alone:
 
     weights' scales    activations' scales       sums in float32
     per channel        one per token             (q(x) @ codes) * scale of x * scale of w
@@ -20,7 +20,7 @@ from jaxtyping import Array, Float
 from jspec.device.fp8 import FP8Weight, codes_of, scales_of
 
 
-def quantise(
+def quantize(
     x: Float[Array, "*b K"], block: int | None
 ) -> tuple[Float[Array, "*b K"], Float[Array, "*b S"]]:
     """Return (codes e4m3, scales f32): a scale per `block` inputs; None: one per token. A scale is
@@ -37,8 +37,8 @@ def quantise(
 def fp8_product(
     x: Float[Array, "*b K"], weight: FP8Weight, *, out_dtype: DTypeLike
 ) -> Float[Array, "*b N"]:
-    """Return x @ weight with quantised activations."""
-    codes, scales = quantise(x.reshape(-1, x.shape[-1]), weight.block)
+    """Return x @ weight with quantized activations."""
+    codes, scales = quantize(x.reshape(-1, x.shape[-1]), weight.block)
     if weight.block is None:
         # XLA compiles this to cublasLt's fp8 product where it exists.
         out = _product(codes, weight.codes) * scales * weight.scales

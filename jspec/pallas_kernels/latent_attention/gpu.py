@@ -274,7 +274,7 @@ def _produce(shape: _Shape, refs: _Refs, work: _Work) -> None:
     steps = work.end - work.begin
 
     @pl.loop(lax.max(steps - STAGES, 0), steps)
-    def _hear_the_last(i: Any) -> None:  # every barrier arrival must be awaited
+    def _await_the_last(i: Any) -> None:  # every barrier arrival must be awaited
         plgpu.barrier_wait(refs.emptied.at[lax.rem(i, STAGES)])
 
 
@@ -311,7 +311,7 @@ def _store(shape: _Shape, refs: _Refs, work: _Work, number: int, carry: Any) -> 
     mean = mixed / lax.broadcast_in_dim(safe, mixed.shape, [0])
     row = plgpu.broadcasted_iota(jnp.int32, mean.shape, 0, layout=plgpu.Layout.WGMMA)
     mean = jnp.where(row < work.valid * shape.group - work.tile * TILE_ROWS, mean, 0.0)
-    _meet(refs)  # the other consumer no longer reads the queries
+    _wait_for_the_other(refs)  # the other consumer no longer reads the queries
     refs.mean[number] = mean.astype(shape.dtype)
     plgpu.commit_smem()
     if number == 0:
@@ -325,7 +325,7 @@ def _store(shape: _Shape, refs: _Refs, work: _Work, number: int, carry: Any) -> 
     plgpu.wait_smem_to_gmem(0)
 
 
-def _meet(refs: _Refs) -> None:
+def _wait_for_the_other(refs: _Refs) -> None:
     plgpu.barrier_arrive(refs.met)
     plgpu.barrier_wait(refs.met)
 
@@ -383,7 +383,7 @@ def _clean(shape: _Shape, refs: _Refs, work: _Work, number: int, slot: Any, bloc
 
     @pl.when(written < BLOCK)
     def _ragged() -> None:
-        _meet(refs)
+        _wait_for_the_other(refs)
         for column in range(0, shape.columns, COLUMNS):  # in pieces: there are few registers
             start = number * shape.columns + column
             zero_unwritten(refs.ring.at[slot, :, pl.ds(start, COLUMNS)], written)

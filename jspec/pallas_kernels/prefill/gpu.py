@@ -299,7 +299,7 @@ def _attend(shape: _Shape, *args: Any, **scratch: Any) -> None:
         steps = for_each_task(shape, refs, functools.partial(_produce, shape, refs))
 
         @pl.loop(0, lax.min(steps, shape.tuning.stages))
-        def _hear_the_last(slot: Any) -> None:  # every barrier arrival must be awaited
+        def _await_the_last(slot: Any) -> None:  # every barrier arrival must be awaited
             plgpu.barrier_wait(refs.emptied.at[slot])
 
     if shape.widens:
@@ -311,7 +311,7 @@ def _attend(shape: _Shape, *args: Any, **scratch: Any) -> None:
             steps = for_each_task(shape, refs, functools.partial(_convert, shape, refs))
 
             @pl.loop(0, lax.min(steps, BUFFERS))
-            def _hear_the_last(buffer: Any) -> None:
+            def _await_the_last(buffer: Any) -> None:
                 plgpu.barrier_wait(refs.released.at[buffer])
 
 
