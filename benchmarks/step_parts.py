@@ -277,8 +277,8 @@ def advance_part(step: Step, state: EngineState) -> Part:
             node_path=jnp.zeros((batch, most), jnp.int32),
             features=jax.tree.map(lambda x: nudge(x, ids) if x.size else x, given),
         )
-        emitted = emitted_by(verified, rows, is_chain=draft_shape.topk == 1)
-        return step.program.drafter.advance(params, kv, before, emitted)
+        tokens = emitted_by(verified, rows, is_chain=draft_shape.topk == 1)
+        return step.program.drafter.advance(params, kv, before, tokens)
 
     carry = (fresh(state.draft_kv), draft)
     return Part(name=ADVANCE, body=body, carry=carry, arrays=(step.params["draft"], given))

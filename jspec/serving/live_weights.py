@@ -194,7 +194,7 @@ class LiveWeights:
     ) -> int:
         loop = self._loop
 
-        async def visit(on_engine_thread: OnEngineThread) -> None:
+        async def update(on_engine_thread: OnEngineThread) -> None:
             await on_engine_thread(lambda: self._weights.switch(prepared))
             self.updated_model_path = path or self.updated_model_path
             if in_flight is InFlight.ABORT:
@@ -213,7 +213,7 @@ class LiveWeights:
             if in_flight is InFlight.WAIT:
                 self.may_submit.clear()
                 await self._until_idle()
-            await loop.between_steps(visit)
+            await loop.between_steps(update)
             return len(loop.request_ids)
         finally:
             self.may_submit.set()

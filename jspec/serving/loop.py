@@ -43,7 +43,7 @@ from jspec.serving.runner_calls import RunnerCalls, StepInFlight
 from jspec.serving.trace import BusyClock
 from jspec.serving.trace import TraceEvent as TraceEvent
 from jspec.serving.trace import TraceKind as TraceKind
-from jspec.serving.weight_update_gate import Visit, WeightUpdateGate
+from jspec.serving.weight_update_gate import Update, WeightUpdateGate
 
 LOGGER = logging.getLogger("jspec.scheduler")
 Ask = Callable[[Callable[[], None]], Awaitable[None]]
@@ -84,7 +84,7 @@ class EngineLoop:
         self._task: asyncio.Task[None] | None = None
         self._is_closing = False
         self._is_paused = False
-        self._visits = WeightUpdateGate()
+        self._update_gate = WeightUpdateGate()
         self._weight_version = DEFAULT_VERSION
         self._cause: BaseException | None = None
         self._busy = BusyClock()
@@ -165,14 +165,14 @@ class EngineLoop:
         self._is_paused = False
         self._wake.set()
 
-    async def between_steps(self, visit: Visit) -> None:
-        """Await `visit` while no step is in flight; no step is planned before it ends.
+    async def between_steps(self, update: Update) -> None:
+        """Await `update` while no step is in flight; no step is planned before it ends.
 
         Raises its error, or EngineClosedError if the engine ends first.
         """
         if self._is_closing:
             raise self._closed_error("nothing runs between its steps")
-        ended = self._visits.ask(visit)
+        ended = self._update_gate.ask(update)
         self._start()
         await ended
 
@@ -181,7 +181,7 @@ class EngineLoop:
         return self._weight_version
 
     def set_weight_version(self, version: str, *, renames: bool = False) -> None:
-        """Set the version of new weights or (`renames`) rename them. Call it in a visit.
+        """Set the version of new weights or (`renames`) rename them. Call it in an update.
 
         With new weights, rows return to the queue, and prompt and output are prefilled again.
         """
@@ -268,17 +268,17 @@ class EngineLoop:
     async def _act(self) -> None:
         if self._loss is not None and not self._in_flight:
             raise self._loss
-        is_held = self._is_paused or self._visits
+        is_held = self._is_paused or self._update_gate
         try:
             plan = None if is_held else self._scheduler.plan()
         except Exception as error:
             self._readers.contain(error)
             await asyncio.sleep(0)  # the next plan may fail too: let other tasks run
             return
-        if self._visits and not self._in_flight:
+        if self._update_gate and not self._in_flight:
             self._readers.publish()
             run = asyncio.get_running_loop().run_in_executor
-            await self._visits.run_next(partial(run, self._engine_thread))
+            await self._update_gate.run_next(partial(run, self._engine_thread))
         elif plan is None and not self._in_flight:
             self._readers.publish()
             self._busy.stop()
@@ -334,7 +334,7 @@ class EngineLoop:
         self._readers.fail_all(
             lambda name: self._closed_error(f"request {name!r} was not finished: {why}")
         )
-        self._visits.refuse(lambda: self._closed_error(why))
+        self._update_gate.refuse(lambda: self._closed_error(why))
 
     def _closed_error(self, detail: str) -> EngineClosedError:
         because = "" if self._cause is None else f", because of {self._cause!r}"

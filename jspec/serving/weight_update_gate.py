@@ -10,30 +10,30 @@ from jspec.errors import EngineClosedError
 
 # Runs a function on the engine thread.
 OnEngineThread = Callable[[Callable[[], None]], Awaitable[None]]
-Visit = Callable[[OnEngineThread], Awaitable[None]]
+Update = Callable[[OnEngineThread], Awaitable[None]]
 
 
 class WeightUpdateGate:
-    """A queue of visits that run in order between steps, on one event loop."""
+    """A queue of updates that run in order between steps, on one event loop."""
 
     def __init__(self) -> None:
-        self._waiting: deque[tuple[Visit, asyncio.Future[None]]] = deque()
+        self._waiting: deque[tuple[Update, asyncio.Future[None]]] = deque()
 
     def __bool__(self) -> bool:
         return bool(self._waiting)
 
-    def ask(self, visit: Visit) -> Awaitable[None]:
-        """Queue a visit; the result ends with the visit and raises its error.
+    def ask(self, update: Update) -> Awaitable[None]:
+        """Queue an update; the result ends with the update and raises its error.
 
-        Cancelling it drops a visit that has not started; a started one cannot be undone.
+        Cancelling it drops an update that has not started; a started one cannot be undone.
         """
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         done.add_done_callback(_heard)  # also if the caller no longer waits
-        entry = (visit, done)
+        entry = (update, done)
         self._waiting.append(entry)
         return self._ended(entry)
 
-    async def _ended(self, entry: tuple[Visit, asyncio.Future[None]]) -> None:
+    async def _ended(self, entry: tuple[Update, asyncio.Future[None]]) -> None:
         _, done = entry
         try:
             await asyncio.shield(done)
@@ -45,10 +45,10 @@ class WeightUpdateGate:
             raise
 
     async def run_next(self, on_engine_thread: OnEngineThread) -> None:
-        """Run the next visit. Raises EngineClosedError if no step can run after it."""
-        visit, done = self._waiting.popleft()
+        """Run the next update. Raises EngineClosedError if no step can run after it."""
+        update, done = self._waiting.popleft()
         try:
-            await visit(on_engine_thread)
+            await update(on_engine_thread)
         except EngineClosedError as error:
             done.set_exception(error)
             raise

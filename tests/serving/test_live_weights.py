@@ -40,7 +40,7 @@ def test_rows_are_filled_anew_and_write_the_same_text(
         firsts = [await anext(stream) for stream in streams[:3]]
         seen: list[tuple[int, int, int]] = []
 
-        async def visit(on_engine_thread: OnThread) -> None:
+        async def update(on_engine_thread: OnThread) -> None:
             before = len(trace)
             await on_engine_thread(lambda: None)
             await asyncio.sleep(0.01)
@@ -49,7 +49,7 @@ def test_rows_are_filled_anew_and_write_the_same_text(
             loop.set_weight_version("2")
             seen.append((loop.stats.num_steps_in_flight, 0, loop.stats.num_running))
 
-        await loop.between_steps(visit)
+        await loop.between_steps(update)
         assert [each[:2] for each in seen] == [(0, 0), (0, 0)]
         assert seen[0][2] > seen[1][2] == 0
         rest = await asyncio.gather(*(read(stream) for stream in streams))
@@ -73,16 +73,16 @@ def test_an_error_of_a_visit_is_its_callers_and_the_loop_goes_on() -> None:
         def fail() -> None:
             int("x")
 
-        async def visit(on_engine_thread: OnThread) -> None:
+        async def update(on_engine_thread: OnThread) -> None:
             await on_engine_thread(fail)
 
         with pytest.raises(ValueError, match="invalid literal"):
-            await loop.between_steps(visit)
+            await loop.between_steps(update)
         request = make_request("a")
         check_output(request, await read(loop.submit([request])[0]))
         await loop.close()
         with pytest.raises(EngineClosedError, match="nothing runs between its steps"):
-            await loop.between_steps(visit)
+            await loop.between_steps(update)
 
     run(main())
 
@@ -93,11 +93,11 @@ def test_a_visit_that_leaves_nothing_to_run_with_ends_the_loop() -> None:
         stream = loop.submit([make_request("a", max_new_tokens=LONG)])[0]
         await anext(stream)
 
-        async def visit(_: OnThread) -> None:
+        async def update(_: OnThread) -> None:
             raise EngineClosedError("the weights are gone")
 
         with pytest.raises(EngineClosedError, match="the weights are gone"):
-            await loop.between_steps(visit)
+            await loop.between_steps(update)
         with pytest.raises(EngineClosedError, match=r"because of .*the weights are gone"):
             await read(stream)
         assert loop.is_closed
@@ -140,13 +140,13 @@ def test_a_visit_that_has_begun_is_waited_for_by_a_caller_that_was_cancelled(fai
         loop = make_loop(small_limits())
         entered, leave = asyncio.Event(), asyncio.Event()
 
-        async def visit(_: OnThread) -> None:
+        async def update(_: OnThread) -> None:
             entered.set()
             await leave.wait()
             if fails:
                 raise ValueError("nobody hears this")
 
-        caller = asyncio.ensure_future(loop.between_steps(visit))
+        caller = asyncio.ensure_future(loop.between_steps(update))
         await entered.wait()
         caller.cancel()
         await asyncio.sleep(0.01)
@@ -174,7 +174,7 @@ def test_an_update_that_was_cancelled_changes_nothing() -> None:
             update = asyncio.ensure_future(
                 holder.async_update_weights_from_tensor({"A": 1}, weight_version="A")
             )
-            while not loop._visits:
+            while not loop._update_gate:
                 await asyncio.sleep(0.001)
             update.cancel()
             await asyncio.wait({update})
@@ -195,13 +195,13 @@ def test_a_loop_that_closes_tells_who_waits_for_a_visit() -> None:
         loop = make_loop(small_limits())
         entered, leave = asyncio.Event(), asyncio.Event()
 
-        async def visit(_: OnThread) -> None:
+        async def update(_: OnThread) -> None:
             entered.set()
             await leave.wait()
 
-        first = asyncio.ensure_future(loop.between_steps(visit))
+        first = asyncio.ensure_future(loop.between_steps(update))
         await entered.wait()
-        second = asyncio.ensure_future(loop.between_steps(visit))
+        second = asyncio.ensure_future(loop.between_steps(update))
         await asyncio.sleep(0)
         closing = asyncio.ensure_future(loop.close())
         await asyncio.sleep(0)
