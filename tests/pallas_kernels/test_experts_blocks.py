@@ -20,7 +20,9 @@ SHAPES = ((1, 1, 1), (1, 2, 5), (7, 2, 3), (7, 3, 3), (33, 2, 6))  # T, k, X
 
 
 BLOCKS_OF = jax.jit(blocks_of, static_argnames=("num_experts", "tile_m"))
-DEAL = jax.jit(partial(gpu_blocks.deal, interpret=True), static_argnames=("num_experts", "tile_m"))
+MAKE_BLOCKS = jax.jit(
+    partial(gpu_blocks.make_blocks, interpret=True), static_argnames=("num_experts", "tile_m")
+)
 
 
 def check_blocks(found: ExpertBlocks, ids: np.ndarray, *, num_experts: int) -> None:
@@ -56,7 +58,7 @@ def test_every_pair_has_its_place(
     tokens, top_k, num_experts = shape
     drawn = draw(Mixture(tokens, top_k, num_experts, 1, 1), seed=seed, skew=skew)
     ids = np.asarray(drawn.ids)
-    for how in (BLOCKS_OF, DEAL):
+    for how in (BLOCKS_OF, MAKE_BLOCKS):
         found = how(drawn.ids, num_experts=num_experts, tile_m=tile_m)
         check_blocks(found, ids, num_experts=num_experts)
     found = BLOCKS_OF(drawn.ids, num_experts=num_experts, tile_m=tile_m)
@@ -68,7 +70,7 @@ def test_every_pair_has_its_place(
 def test_pairs_of_several_rounds_are_dealt_in_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_blocks, "ROUND", 16)
     drawn = draw(Mixture(33, 2, 6, 1, 1), seed=1, skew=0.0)
-    found = gpu_blocks.deal(drawn.ids, num_experts=6, tile_m=4, interpret=True)
+    found = gpu_blocks.make_blocks(drawn.ids, num_experts=6, tile_m=4, interpret=True)
     check_blocks(found, np.asarray(drawn.ids), num_experts=6)
 
 
@@ -84,7 +86,7 @@ def test_as_many_blocks_as_the_worst_routing_needs(pairs: int, num_experts: int)
 
 
 def test_no_pairs_are_refused() -> None:
-    for how in (blocks_of, gpu_blocks.deal):
+    for how in (blocks_of, gpu_blocks.make_blocks):
         with pytest.raises(ValueError, match=r"0 \(token, expert\) pairs; expected at least one"):
             how(jnp.zeros((0, 2), jnp.int32), num_experts=4, tile_m=16)
 

@@ -41,7 +41,7 @@ def test_equals_xla_and_reads_no_untouched_expert(case: Case, seed: int) -> None
 @pytest.mark.parametrize("case", CASES)
 def test_the_bundle_takes_these_kernels_alone(case: Case) -> None:
     program = served_by(case)
-    names = ("score_many", "choose", "count", "deal", "gate_up", "down", "sum_norm")
+    names = ("score_many", "choose", "count", "blocks", "gate_up", "down", "sum_norm")
     assert [name for name in names if f"experts_{name}" not in program] == []
     assert "sort" not in program
     assert "top_k" not in program
