@@ -175,7 +175,9 @@ def run_blocks(
     places = BlockPlaces.of(cu_q_lens, block)
     group = min(BLOCKS_AT_ONCE, most_blocks(size, rows=states.shape[0], block=block))
 
-    def body(carry: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
+    def body(
+        carry: tuple[jax.Array, jax.Array, jax.Array],
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
         nth, states, out = carry
         row, first, last = places.at(nth + jnp.arange(group, dtype=jnp.int32))
         at = first[:, None] + jnp.arange(block, dtype=jnp.int32)
@@ -192,7 +194,8 @@ def run_blocks(
             out = jax.lax.dynamic_update_slice_in_dim(out, found, jnp.minimum(first[i], size), 0)
             return states, out
 
-        return nth + group, *jax.lax.fori_loop(0, group, step, (states, out))
+        states, out = jax.lax.fori_loop(0, group, step, (states, out))
+        return nth + group, states, out
 
     out = jnp.zeros((size + block, *tokens.v.shape[1:]), jnp.float32)
     begin = jnp.zeros((), places.ends.dtype)
@@ -439,10 +442,10 @@ def most_blocks(tokens: int, *, rows: int, block: int) -> int:
 
 @pytree
 class BlockPlaces:
-    """Where the blocks of packed rows are: those of row 0, then those of row 1, and so on."""
+    """Places of the blocks of packed rows: those of row 0, then those of row 1, and so on."""
 
     cu_q_lens: jax.Array  # i32[R + 1]
-    ends: jax.Array  # i32[R], the number of blocks of each row and those before it
+    ends: jax.Array  # i32[R], how many blocks each row and those before it have
     block: int = static()
 
     @classmethod
@@ -451,7 +454,7 @@ class BlockPlaces:
         return cls(cu_q_lens=cu_q_lens, ends=jnp.cumsum(blocks), block=block)
 
     def at(self, nth: Int[Array, "N"]) -> tuple[Int[Array, "N"], Int[Array, "N"], Int[Array, "N"]]:
-        """Return (row, first token, end of the row) of blocks; none is left if first >= end."""
+        """Return (row, first token, end of the row) of blocks; after the last, first >= end."""
         row = jnp.sum(nth[:, None] >= self.ends, axis=1, dtype=jnp.int32)
         row = jnp.minimum(row, self.ends.shape[0] - 1)
         first, last = self.cu_q_lens[row], self.cu_q_lens[row + 1]
@@ -461,7 +464,7 @@ class BlockPlaces:
 
 @pytree
 class _Blocks:
-    """What blocks of prompts do to a state, by head: G blocks, or one without the first axis."""
+    """Blocks of prompts, solved, by head: G of them, or one without the first axis."""
 
     left: jax.Array  # multiplied by the state, T (b * e^G * K), e^G * Q: [G, Hv, 2N, Dk]
     given: jax.Array  # T (b * V): [G, Hv, N, Dv]
