@@ -104,7 +104,7 @@ def _solve(
         "given": (BLOCK, sizes.value_dim),  # T (b * V)
         "near": (BLOCK, BLOCK),  # D * Q K^T
         "total": (BLOCK,),  # G
-        "system": (BLOCK, BLOCK),  # read by nobody else
+        "system": (BLOCK, BLOCK),  # of this launch alone
     }
     found = pl.pallas_call(
         functools.partial(_solve_block, sizes=sizes),
