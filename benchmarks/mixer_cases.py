@@ -46,11 +46,23 @@ def rows_with_tree(batch: int, nodes: int, prefix: int) -> tuple[AttentionMetada
     return rows, num_pages
 
 
+def delta_net(shape: ModelShape) -> DeltaNetSpec:
+    if not isinstance(shape.mixer, DeltaNetSpec):
+        raise ValueError("the model has no delta nets")
+    return shape.mixer
+
+
+def delta_inputs(spec: DeltaNetSpec, seed: int, tokens: int) -> tuple[jax.Array, ...]:
+    """Return (inputs of the convolution, decay, beta, conv) of random tokens."""
+    inputs = normal(seed + 10, tokens, spec.conv_dim)
+    conv = normal(seed + 11, spec.conv_size, spec.conv_dim, scale=0.5)
+    steps = normal(seed + 12, 2, tokens, spec.num_heads, dtype=jnp.float32)
+    return inputs, -0.1 * jnp.exp(steps[0]), jax.nn.sigmoid(steps[1]), conv
+
+
 def delta_rule(shape: ModelShape, *, batch: int, nodes: int) -> Case:
     """A step of a delta net's rule, after three accepted tokens (of a plain step, one)."""
-    spec = shape.mixer
-    if not isinstance(spec, DeltaNetSpec):
-        raise ValueError("the model has no delta nets")
+    spec = delta_net(shape)
     rows, _ = rows_with_tree(batch, nodes, 1168)
     tokens, heads = batch * nodes, spec.num_heads
     layout = CacheLayout(
@@ -70,11 +82,7 @@ def delta_rule(shape: ModelShape, *, batch: int, nodes: int) -> Case:
         first = spec.num_key_heads * spec.key_dim + heads * spec.value_dim
         fading = -0.1 * jnp.arange(1, nodes + 1, dtype=jnp.float32)[:, None]
         pending = cache["pending"].at[:, :, first : first + heads].set(fading)
-        inputs = normal(seed + 10, tokens, spec.conv_dim)
-        conv = normal(seed + 11, spec.conv_size, spec.conv_dim, scale=0.5)
-        steps = normal(seed + 12, 2, tokens, heads, dtype=jnp.float32)
-        decay, beta = -0.1 * jnp.exp(steps[0]), jax.nn.sigmoid(steps[1])
-        return (inputs, decay, beta, conv, rows), {**cache, "pending": pending}
+        return (*delta_inputs(spec, seed, tokens), rows), {**cache, "pending": pending}
 
     def run(ops: Ops, arguments: Arrays, cache: Arrays) -> tuple[Arrays, Arrays]:
         inputs, decay, beta, conv, rows = arguments
@@ -87,6 +95,38 @@ def delta_rule(shape: ModelShape, *, batch: int, nodes: int) -> Case:
         run=run,
         num_bytes=2 * states + 2 * values + tokens * spec.conv_dim * BYTES,
         decode_tokens=tokens,
+        worst=1e-3,
+    )
+
+
+def delta_prefill(shape: ModelShape, *, batch: int, queries: int) -> Case:
+    """The next `queries` tokens of each row's prompt through a delta net's rule, packed."""
+    spec, tokens = delta_net(shape), batch * queries
+    rows, _, _ = packed_rows(batch, queries, 1168, packed=True, tree=False)
+    rows = replace(rows, slots=1 + jnp.arange(batch, dtype=jnp.int32))
+    layout = CacheLayout(page_size=PAGE, dtype="bfloat16", num_nodes=1, num_path=1)
+    arrays = spec.cache_entry.arrays(batch + 1, layout)
+
+    def make(seed: int) -> tuple[Arrays, Arrays]:
+        cache = {
+            name: jnp.full(array.shape, -1, jnp.int32)  # nothing is pending
+            if name == "path"
+            else normal(seed + i, *array.shape, scale=0.1, dtype=jnp.dtype(array.dtype))
+            for i, (name, array) in enumerate(arrays.items())
+        }
+        return (*delta_inputs(spec, seed, tokens), rows), cache
+
+    def run(ops: Ops, arguments: Arrays, cache: Arrays) -> tuple[Arrays, Arrays]:
+        inputs, decay, beta, conv, rows = arguments
+        return ops.delta_rule(inputs, decay, beta, conv, cache, rows, queries_per_row=None)
+
+    state = spec.num_heads * spec.key_dim * spec.value_dim
+    values = tokens * spec.num_heads * spec.value_dim
+    return Case(
+        make=make,
+        run=run,
+        num_bytes=STATE_BYTES * (2 * batch * state + values) + tokens * spec.conv_dim * BYTES,
+        flops=3 * 2 * tokens * state,  # S^T k, k u^T and S^T q of each token
         worst=1e-3,
     )
 
@@ -122,5 +162,9 @@ def latent(shape: ModelShape, *, batch: int, queries: int, context: int) -> Case
 
 OPS: Mapping[str, tuple[Callable[..., Case], tuple[Sizes, ...]]] = {
     "delta_rule": (delta_rule, crossed(batch=BATCHES, nodes=(1, 4, 16))),
+    "delta_prefill": (
+        delta_prefill,
+        tuple({"batch": b, "queries": q} for b, q in ((1, 512), (1, 2048), (4, 512), (1, 8192))),
+    ),
     "latent": (latent, crossed(batch=BATCHES, queries=(1, 4, 16), context=(1168, 8192))),
 }

@@ -30,7 +30,7 @@ from jspec.pallas_kernels.ops_gpu import GpuOps
 from jspec.pallas_kernels.shapes import MODELS as REAL_MODELS
 from jspec.pallas_kernels.shapes import ModelShape
 from jspec.spec.cache_entry import FP8 as FP8_CACHE
-from jspec.spec.model_spec import AttentionSpec, DenseSpec, Gate, MoESpec
+from jspec.spec.model_spec import AttentionSpec, DeltaNetSpec, DenseSpec, Gate, MoESpec
 from jspec.spec.weight_format import FP8, Dense, num_bytes
 from jspec.spec.weight_format import Op as Product
 from jspec.speculative.tree import LOWEST
@@ -49,7 +49,11 @@ TINY = ModelShape(  # for a run without an accelerator
 TINY_MOE = replace(
     TINY, ffn=MoESpec(num_experts=4, top_k=2, inner=64, gate=Gate.CLAMPED, bias=True)
 )
-MODELS: Mapping[str, ModelShape] = {**REAL_MODELS, "tiny": TINY, "tiny-moe": TINY_MOE}
+TINY_DELTA = replace(
+    TINY, mixer=DeltaNetSpec(num_heads=4, num_key_heads=2, key_dim=16, value_dim=16)
+)
+TINY_MODELS = {"tiny": TINY, "tiny-moe": TINY_MOE, "tiny-delta": TINY_DELTA}
+MODELS: Mapping[str, ModelShape] = {**REAL_MODELS, **TINY_MODELS}
 
 Arrays = Any  # a pytree of them
 

@@ -61,6 +61,7 @@ def choosers(op: str) -> list[tuple[ModuleType, str]]:
     from jspec.pallas_kernels.attention import gpu as attention
     from jspec.pallas_kernels.attention import gpu_wide
     from jspec.pallas_kernels.delta_rule import gpu as delta_rule
+    from jspec.pallas_kernels.delta_rule import gpu_chunks
     from jspec.pallas_kernels.fp8_product import gpu as fp8_product
     from jspec.pallas_kernels.gated_mlp import gpu as gated
     from jspec.pallas_kernels.prefill import gpu as prefill
@@ -70,6 +71,7 @@ def choosers(op: str) -> list[tuple[ModuleType, str]]:
     found: dict[str, list[tuple[ModuleType, str]]] = {
         "attention": [(attention, "choose_tuning"), (gpu_wide, "choose_wide_tuning")],
         "delta_rule": [(delta_rule, "choose_tuning")],
+        "delta_prefill": [(gpu_chunks, "choose_chunks")],
         "latent": [(gpu_wide, "choose_wide_tuning")],
         "attention_fp8": [(attention, "choose_tuning")],
         "prefill": [(prefill, "choose_tuning")],

@@ -28,14 +28,16 @@ SIZES: dict[str, str] = {
     "moe": "tokens=3",
     "sample": "batch=2 nodes=3 temperature=1.0",
     "rank": "batch=2 temperature=1.0",
+    "delta_prefill": "batch=2 queries=70",
 }
 FAST = ("attention", "gated_mlp", "sample")  # the kernels' tests cover all of them
 
 
 def measured(op: str, bundle: str, folder: Path, *options: str) -> list[dict[str, Any]]:
-    """The rows of one op at both tiny models, of which one has the op's MLP or MoE."""
+    """The rows of one op at the tiny models that have it: an MLP or an MoE, or a delta net."""
     output = folder / "ops.json"
-    words = ["--op", op, "--model", "tiny", "tiny-moe", "--size", *SIZES[op].split()]
+    models = ["tiny", "tiny-moe"] if op in OPS else ["tiny-delta"]
+    words = ["--op", op, "--model", *models, "--size", *SIZES[op].split()]
     words += [
         "--bundle",
         bundle,
@@ -62,6 +64,7 @@ def measured(op: str, bundle: str, folder: Path, *options: str) -> list[dict[str
         ("add_norm", "gpu_interpret"),
         pytest.param("prefill", "gpu_interpret", marks=[needs_mosaic_gpu, pytest.mark.slow]),
         pytest.param("compaction", "tpu_interpret", marks=pytest.mark.slow),
+        pytest.param("delta_prefill", "gpu_interpret", marks=pytest.mark.slow),
     ],
 )
 def test_every_op_runs_and_equals_xla(op: str, bundle: str, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar
 
 import jax
@@ -19,6 +20,8 @@ from jspec.pallas_kernels.attention import gpu_one_row, gpu_shared, gpu_wide
 from jspec.pallas_kernels.attention.api import AttentionCall, AttentionMetadata, check_call
 from jspec.pallas_kernels.compaction import gpu as compaction_gpu
 from jspec.pallas_kernels.delta_rule import gpu as delta_rule_gpu
+from jspec.pallas_kernels.delta_rule import gpu_chunks
+from jspec.pallas_kernels.delta_rule import reference as delta_rule
 from jspec.pallas_kernels.experts import gpu as experts_gpu
 from jspec.pallas_kernels.experts import gpu_few, gpu_many, gpu_mixed_norm
 from jspec.pallas_kernels.experts.api import KERNEL_GATES, Mixed
@@ -60,8 +63,8 @@ class GpuOps(Ops):
     # Store weights marked `column_major` so. That is faster for the many tokens of a verification,
     # and slower for few, so plain decoding does not set it.
     columns: bool = False
-    # Also use kernels of latent attention and of sigmoid routers that are interpreted, compiled and
-    # timed, but whose results no chip has compared with XLA's (decision 58).
+    # Also use kernels of latent attention, sigmoid routers and prompts through delta nets: no chip
+    # has compared their results with XLA's yet (decision 58).
     unconfirmed: bool = False
 
     name: ClassVar[str] = "gpu"
@@ -231,9 +234,12 @@ class GpuOps(Ops):
         queries_per_row: int | None,
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         given = (inputs, decay, beta, conv, cache, rows)
+        how: Any = {"interpret": self.interpret}
+        if queries_per_row is None and self._uses_unconfirmed and gpu_chunks.serves(cache["state"]):
+            return delta_rule.run_chunks(*given, run=partial(gpu_chunks.run_blocks, **how))
         if queries_per_row is None or not delta_rule_gpu.serves(queries_per_row=queries_per_row):
             return Ops.delta_rule(self, *given, queries_per_row=queries_per_row)
-        return delta_rule_gpu.run_rows(*given, nodes=queries_per_row, interpret=self.interpret)
+        return delta_rule_gpu.run_rows(*given, nodes=queries_per_row, **how)
 
     def add_norm(
         self, x: jax.Array, delta: jax.Array, scale: jax.Array, *, eps: float

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import re
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -22,8 +23,9 @@ from jspec.models.decoder_params import mixer_params
 from jspec.models.files.stored import value_at
 from jspec.models.params import Init
 from jspec.models.placement import init_params, nested
+from jspec.pallas_kernels.delta_rule import reference
 from jspec.pallas_kernels.delta_rule.reference import CARRIED, load_snapshots, save_snapshots
-from jspec.pallas_kernels.ops import ReferenceOps
+from jspec.pallas_kernels.ops import Ops, ReferenceOps
 from jspec.spec.model_spec import DeltaNetSpec, LatentAttentionSpec, Mixer
 from tests.layers.mixer_reference import delta_reference, latent_reference
 from tests.layers.mixer_rows import (
@@ -115,6 +117,26 @@ def test_others_of_a_kind_give_the_definition(name: str) -> None:
     rows.verify(7, topk=2)
     rows.restart(1)
     rows.chunk((0, 5, 3))
+    rows.verify(7, topk=2)
+
+
+@dataclass(frozen=True, slots=True)
+class SmallBlocks(Ops):
+    """XLA, in programs of its own: a row of the test below has several blocks."""
+
+    name = "small blocks"
+
+
+def test_prompts_of_several_blocks_give_the_definition(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two blocks are solved at once, and there are up to seven, the last ones not full."""
+    monkeypatch.setattr(reference, "BLOCK_TOKENS", 3)
+    monkeypatch.setattr(reference, "BLOCKS_AT_ONCE", 2)
+    rows = Rows(mixed_of("delta_net"), seed=6, page_size=4, ops=SmallBlocks())
+    rows.chunk((7, 1, 8))
+    rows.chunk((0, 9, 4))
+    rows.verify(7, topk=2)
+    rows.restart(1)
+    rows.chunk((4, 10, 2))
     rows.verify(7, topk=2)
 
 

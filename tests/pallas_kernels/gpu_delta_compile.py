@@ -22,6 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jspec.device.state import empty_caches
 from jspec.pallas_kernels.attention import gpu_wide
 from jspec.pallas_kernels.attention.api import AttentionMetadata
+from jspec.pallas_kernels.bundles import OPS
 from jspec.pallas_kernels.delta_rule import gpu as delta_rule_gpu
 from jspec.pallas_kernels.delta_rule import reference
 from jspec.pallas_kernels.latent_attention import gpu as latent_attention_gpu
@@ -111,6 +112,20 @@ def delta_rule(batch: int, nodes: int, path: int, *, is_tree: bool) -> None:
     report(found, "delta", "delta rule", batch, nodes, most_spilled=64)
 
 
+def chunks(tokens: int, batch: int) -> None:
+    """Compile packed chunks of prompts by XLA, and by kernels, which may spill a few registers."""
+    cache, *others = delta_arguments(batch, tokens // batch, 1, is_tree=False)
+
+    def run(cache: Any, *given: Any, bundle: str) -> Any:
+        *inputs, rows = given
+        return OPS[bundle].delta_rule(*inputs, cache, rows, queries_per_row=None)
+
+    pools = [cache["state"], cache["conv"]]
+    compiled(partial(run, bundle="gpu"), (cache, *others), pools=pools)
+    found = compiled(partial(run, bundle="gpu_unconfirmed"), (cache, *others), pools=pools)
+    report(found, "delta", "chunks", tokens, batch, most_spilled=64)
+
+
 def attention(batch: int, nodes: int, *, is_tree: bool, is_latent: bool) -> None:
     """Compile the reads of a pool of latents or of heads of 256."""
     rows = rows_of(batch, nodes, is_tree=is_tree)
@@ -149,6 +164,7 @@ def main() -> None:
         delta_rule(batch, nodes, path, is_tree=is_tree)
         latents(batch, nodes, is_tree=is_tree)
         attention(batch, nodes, is_tree=is_tree, is_latent=False)
+    chunks(2048, 4)
     attention(1, 1, is_tree=False, is_latent=True)  # steps of more tokens are the other kernel's
     cache, *others = delta_arguments(1, 1, 1, is_tree=False)
 

@@ -172,4 +172,4 @@ def test_speculative_text_equals_plain_text(name: str, shape: tuple[int, int, in
 @pytest.mark.slow
 def test_compiles_ahead_of_time_for_an_h200_and_spills_no_register() -> None:
     lines = output_of("tests.pallas_kernels.gpu_delta_compile").splitlines()
-    assert len([line for line in lines if line.startswith("compiled")]) == 16
+    assert len([line for line in lines if line.startswith("compiled")]) == 18

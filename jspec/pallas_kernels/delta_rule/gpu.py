@@ -96,11 +96,15 @@ class _Sizes:
             plt.debug_barrier()
 
     def product(self, a: jax.Array, b: jax.Array) -> jax.Array:
-        """Return a @ b to float32's precision: on a chip three products of TF32."""
-        exact: Any = lax.Precision.HIGHEST
-        if not self.interpret:
-            exact = lax.DotAlgorithmPreset.TF32_TF32_F32_X3
-        return jnp.dot(a, b, precision=exact, preferred_element_type=jnp.float32)
+        return exact_product(a, b, interpret=self.interpret)
+
+
+def exact_product(a: jax.Array, b: jax.Array, *, interpret: bool) -> jax.Array:
+    """Return a @ b to float32's precision: on a chip three products of TF32."""
+    exact: Any = lax.Precision.HIGHEST
+    if not interpret:
+        exact = lax.DotAlgorithmPreset.TF32_TF32_F32_X3
+    return jnp.dot(a, b, precision=exact, preferred_element_type=jnp.float32)
 
 
 def serves(*, queries_per_row: int | None) -> bool:

@@ -10,8 +10,12 @@ itself (else 0), the rows of U solve a unit lower triangular system, parents com
 
     (I + b * (D - I) * K K^T) U = b * (V - e^G * K S),  outputs e^G * Q S + (D * Q K^T) U
 
-A chain is such a tree, and so is a block of a prompt. Nothing is written twice: a step keeps k, u
-and G of its tokens, and the state after the tokens that were accepted is
+A chain is such a tree, and so is a block of a prompt. With T the inverse of the system, a block's U
+is T (b * V) - T (b * e^G * K) S. Neither product with T depends on the state, so the blocks of a
+prompt are solved side by side, and only two products of a block wait for the block before it.
+
+Nothing is written twice: a step keeps k, u and G of its tokens, and the state after the tokens that
+were accepted is
 
     e^(G_last) S + sum over the path of e^(G_last - G_j) k_j u_j^T
 
@@ -26,17 +30,19 @@ h. Since `pending` is one array, its only write depends on all that is read, and
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jspec.device.pytree import pytree
+from jspec.device.pytree import pytree, static
 from jspec.device.state import put_rows, take_rows
 from jspec.pallas_kernels.attention.api import AttentionMetadata, index_queries, mask_bits
 
-BLOCK_TOKENS = 64  # of a prompt, solved at once
+BLOCK_TOKENS = 64  # of a prompt, one system
+BLOCKS_AT_ONCE = 16  # solved side by side; they bound the memory of a long prompt
 # States, sums of logarithms and the system are float32: the platforms' defaults for products of
 # float32 (bfloat16 on a TPU, TF32 on a GPU) would round them.
 _einsum = partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
@@ -120,6 +126,9 @@ def flat_pending(
     return jnp.concatenate(flat, axis=-1)
 
 
+RunBlocks = Callable[[jax.Array, "Tokens", jax.Array], tuple[jax.Array, jax.Array]]
+
+
 def run_chunks(
     inputs: Float[Array, "T C"],
     decay: Float[Array, "T Hv"],
@@ -127,8 +136,13 @@ def run_chunks(
     conv: Float[Array, "W C"],
     cache: Cache,
     rows: AttentionMetadata,
+    *,
+    run: RunBlocks | None = None,
 ) -> tuple[Float[Array, "T Hv Dv"], Cache]:
-    """Run packed chunks of prompts, whose tokens are all accepted; padding tokens give zeros."""
+    """Run packed chunks of prompts, whose tokens are all accepted; padding tokens give zeros.
+
+    run: `run_blocks`, or a kernel of the same results.
+    """
     slots, size = _given(rows.slots), inputs.shape[0]
     own = take_rows(cache, slots)
     states, tail = folded(own, is_fresh=rows.prefix_lens == 0)
@@ -136,32 +150,8 @@ def run_chunks(
     inputs = jnp.where(index.valid[:, None], inputs, 0)
     window = _chunk_window(tail, inputs, index.row_idx, index.within)
     tokens = _tokens(_convolved(window, conv), decay, beta, like=states)
+    out, states = (run or run_blocks)(states, tokens, rows.cu_q_lens)
     starts, ends = rows.cu_q_lens[:-1], rows.cu_q_lens[1:]
-    block = min(BLOCK_TOKENS, size)
-    blocks = -(-(ends - starts) // block)
-    last = jnp.cumsum(blocks)
-    sees = jnp.tril(jnp.ones((block, block), bool))
-
-    def body(
-        carry: tuple[jax.Array, jax.Array, jax.Array],
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        step, states, out = carry
-        row = jnp.sum(step >= last, dtype=jnp.int32)
-        first = starts[row] + (step - last[row] + blocks[row]) * block
-        at = first + jnp.arange(block, dtype=jnp.int32)
-        valid = at < ends[row]
-        of_block = jax.tree.map(lambda x: _masked(x, at, valid), tokens)
-        state = jax.lax.dynamic_index_in_dim(states, row, keepdims=False)
-        found, updates, total = _solve(state, of_block, sees)
-        state = _after(state, of_block.k, updates, total, total[-1])
-        states = jax.lax.dynamic_update_index_in_dim(states, state, row, 0)
-        return step + 1, states, out.at[jnp.where(valid, at, size)].set(found, mode="drop")
-
-    out = jnp.zeros((size, *tokens.v.shape[1:]), jnp.float32)
-    first_step = jnp.zeros((), last.dtype)
-    _, states, out = jax.lax.while_loop(
-        lambda carry: carry[0] < last[-1], body, (first_step, states, out)
-    )
     count = jnp.minimum(ends - starts, tail.shape[1])
     at = jnp.arange(tail.shape[1]) - tail.shape[1] + (ends - starts)[:, None]
     of_chunk = inputs.at[jnp.maximum(starts[:, None] + at, 0)].get(mode="clip")
@@ -171,6 +161,48 @@ def run_chunks(
         "path": jnp.full_like(own["path"], -1),
     }
     return out, _stored(cache, slots, after)
+
+
+def run_blocks(
+    states: Float[Array, "R Hv Dk Dv"], tokens: Tokens, cu_q_lens: Int[Array, "R1"]
+) -> tuple[Float[Array, "T Hv Dv"], Float[Array, "R Hv Dk Dv"]]:
+    """Return (outputs, states after the rows) of packed rows, a block of a row after the other.
+
+    No block has tokens of two rows; what `tokens` has after the last row is not read.
+    """
+    size = tokens.v.shape[0]
+    block = min(BLOCK_TOKENS, size)
+    places = BlockPlaces.of(cu_q_lens, block)
+    group = min(BLOCKS_AT_ONCE, most_blocks(size, rows=states.shape[0], block=block))
+
+    def body(
+        carry: tuple[jax.Array, jax.Array, jax.Array],
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        nth, states, out = carry
+        row, first, last = places.at(nth + jnp.arange(group, dtype=jnp.int32))
+        at = first[:, None] + jnp.arange(block, dtype=jnp.int32)
+        valid = at < last[:, None]
+        blocks = _blocks(jax.tree.map(lambda x: _masked(x, at, valid), tokens))
+
+        def step(i: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            states, out = carry
+            state = jax.lax.dynamic_index_in_dim(states, row[i], keepdims=False)
+            found, state = blocks.take(i).run(state)
+            found = jnp.where(valid[i][:, None, None], found, 0)
+            states = jax.lax.dynamic_update_index_in_dim(states, state, row[i], 0)
+            # What a row's last block writes after the row, the next row's blocks replace.
+            out = jax.lax.dynamic_update_slice_in_dim(out, found, jnp.minimum(first[i], size), 0)
+            return states, out
+
+        states, out = jax.lax.fori_loop(0, group, step, (states, out))
+        return nth + group, states, out
+
+    out = jnp.zeros((size + block, *tokens.v.shape[1:]), jnp.float32)
+    begin = jnp.zeros((), places.ends.dtype)
+    _, states, out = jax.lax.while_loop(
+        lambda carry: carry[0] < places.ends[-1], body, (begin, states, out)
+    )
+    return out[:size], states
 
 
 def record_path(
@@ -278,7 +310,7 @@ def _split_pending(
 
 def _masked(x: jax.Array, at: jax.Array, valid: jax.Array) -> jax.Array:
     found = x.at[at].get(mode="clip")
-    return jnp.where(valid.reshape(-1, *[1] * (x.ndim - 1)), found, 0)
+    return jnp.where(valid.reshape(*valid.shape, *[1] * (x.ndim - 1)), found, 0)
 
 
 def _shifted(tail: jax.Array, count: jax.Array) -> jax.Array:
@@ -378,9 +410,10 @@ def system_of(tokens: Tokens, sees: Bool[Array, "*b N N"]) -> System:
     gap = total[..., :, None, :] - total[..., None, :, :]
     fade = jnp.exp(jnp.where(sees[..., None], gap, -jnp.inf))  # D: [*b, N, N, Hv]
     fade = jnp.moveaxis(fade, -1, -3)
-    matrix = jnp.moveaxis(tokens.beta, -1, -2)[..., None] * fade * _pairs(k, k)
+    alike, near = (jnp.repeat(_pairs(x, tokens.k), repeats, -3) for x in (tokens.k, tokens.q))
+    matrix = jnp.moveaxis(tokens.beta, -1, -2)[..., None] * fade * alike
     matrix = jnp.where(jnp.eye(sees.shape[-1], dtype=bool), 1.0, matrix)
-    return System(keys=k, queries=q, total=total, matrix=matrix, near=fade * _pairs(q, k))
+    return System(keys=k, queries=q, total=total, matrix=matrix, near=fade * near)
 
 
 def _solve(
@@ -400,6 +433,79 @@ def _solve(
         _einsum("...hij,...hjv->...hiv", system.near, updates), -3, -2
     )
     return out, jnp.moveaxis(updates, -3, -2), system.total
+
+
+def most_blocks(tokens: int, *, rows: int, block: int) -> int:
+    """Return the most blocks that `tokens` of `rows` can have."""
+    return (tokens + rows * (block - 1)) // block
+
+
+@pytree
+class BlockPlaces:
+    """Places of the blocks of packed rows: those of row 0, then those of row 1, and so on."""
+
+    cu_q_lens: jax.Array  # i32[R + 1]
+    ends: jax.Array  # i32[R], how many blocks each row and those before it have
+    block: int = static()
+
+    @classmethod
+    def of(cls, cu_q_lens: Int[Array, "R1"], block: int) -> BlockPlaces:
+        blocks = -(-(cu_q_lens[1:] - cu_q_lens[:-1]) // block)
+        return cls(cu_q_lens=cu_q_lens, ends=jnp.cumsum(blocks), block=block)
+
+    def at(self, nth: Int[Array, "N"]) -> tuple[Int[Array, "N"], Int[Array, "N"], Int[Array, "N"]]:
+        """Return (row, first token, end of the row) of blocks; after the last, first >= end."""
+        row = jnp.sum(nth[:, None] >= self.ends, axis=1, dtype=jnp.int32)
+        row = jnp.minimum(row, self.ends.shape[0] - 1)
+        first, last = self.cu_q_lens[row], self.cu_q_lens[row + 1]
+        before = self.ends[row] + (first - last) // self.block  # blocks of the rows before it
+        return row, first + (nth - before) * self.block, last
+
+
+@pytree
+class _Blocks:
+    """Blocks of prompts, solved, by head: G of them, or one without the first axis."""
+
+    left: jax.Array  # multiplied by the state, T (b * e^G * K), e^G * Q: [G, Hv, 2N, Dk]
+    given: jax.Array  # T (b * V): [G, Hv, N, Dv]
+    right: jax.Array  # multiplied by U, D * Q K^T, (e^(G_last - G) * K)^T: [G, Hv, N + Dk, N]
+    carried: jax.Array  # e^G_last: [G, Hv]
+
+    def take(self, i: jax.Array) -> _Blocks:
+        def of(x: jax.Array) -> jax.Array:
+            return jax.lax.dynamic_index_in_dim(x, i, keepdims=False)
+
+        return jax.tree.map(of, self)
+
+    def run(
+        self, state: Float[Array, "Hv Dk Dv"]
+    ) -> tuple[Float[Array, "N Hv Dv"], Float[Array, "Hv Dk Dv"]]:
+        """Return (outputs, the state after the block)."""
+        size = self.given.shape[-2]
+        of_state = _einsum("hik,hkv->hiv", self.left, state)
+        updates = self.given - of_state[:, :size]
+        added = _einsum("hij,hjv->hiv", self.right, updates)
+        out = of_state[:, size:] + added[:, :size]
+        return jnp.swapaxes(out, 0, 1), self.carried[:, None, None] * state + added[:, size:]
+
+
+def _blocks(tokens: Tokens) -> _Blocks:
+    """Solve blocks of tokens [G, N, ..]; those after a block's last have zeros."""
+    system = system_of(tokens, jnp.tril(jnp.ones((tokens.v.shape[1],) * 2, bool)))
+    grown, last = jnp.exp(system.total)[..., None], system.total[:, -1]
+    given = tokens.beta[..., None] * jnp.concatenate((tokens.v, grown * system.keys), axis=-1)
+    solved = jax.scipy.linalg.solve_triangular(
+        system.matrix, jnp.swapaxes(given, 1, 2), lower=True, unit_diagonal=True
+    )
+    values, keys = jnp.split(solved, (tokens.v.shape[-1],), axis=-1)
+    queries = jnp.swapaxes(grown * system.queries, 1, 2)
+    fading = jnp.exp(last[:, None] - system.total)[..., None] * system.keys
+    return _Blocks(
+        left=jnp.concatenate((keys, queries), axis=-2),
+        given=values,
+        right=jnp.concatenate((system.near, jnp.transpose(fading, (0, 2, 3, 1))), axis=-2),
+        carried=jnp.exp(last),
+    )
 
 
 def _pairs(a: Float[Array, "*b N H K"], b: Float[Array, "*b N H K"]) -> Float[Array, "*b H N N"]:

@@ -25,3 +25,21 @@ def choose_tuning(*, rows: int, nodes: int) -> Tuning:
         return Tuning(state_warps=1, input_warps=1) if rows >= 8 else Tuning()
     how = {"strip": 64, "state_warps": 2, "input_warps": 8}
     return Tuning(**how, pair_warps=1 if rows >= 16 else 4) if rows >= 8 else Tuning()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkTuning:
+    """Parameters of chunks of prompts that affect speed only, powers of two.
+
+    strip: columns of V of a program. channels: of keys, in a part of its state.
+    """
+
+    strip: int = 32
+    channels: int = 64
+    solve_warps: int = 4
+    state_warps: int = 4
+
+
+def choose_chunks() -> ChunkTuning:
+    """Return a tuning that no chip has compared with others yet."""
+    return ChunkTuning()
