@@ -110,9 +110,17 @@ def plan_of(shape: tuple[int, int, int]) -> Any:
 
 @functools.cache
 def cycles(topology: str, shape: tuple[int, int, int], blocks: int) -> int:
-    """Return the evaluator's cycles of `blocks` blocks, compiled in a process of its own."""
+    """Return the evaluator's cycles of `blocks` blocks."""
+    words = [topology, *map(str, shape), str(blocks)]
+    return evaluate("benchmarks.tpu_cycles.attention_block", words, "attention_block")
+
+
+def evaluate(module: str, words: list[str], kernel: str) -> int:
+    """Return the evaluator's cycles of a kernel that `module --compile WORDS` compiles.
+
+    It runs in a process of its own. Raises RuntimeError.
+    """
     with tempfile.TemporaryDirectory() as directory:
-        words = [topology, *map(str, shape), str(blocks)]
         flags = {
             "JAX_PLATFORMS": "cpu",
             "TPU_SKIP_MDS_QUERY": "1",
@@ -120,16 +128,16 @@ def cycles(topology: str, shape: tuple[int, int, int], blocks: int) -> int:
             "LIBTPU_INIT_ARGS": f"--xla_jf_dump_static_llo_profile_to={directory}",
         }
         done = subprocess.run(
-            [sys.executable, "-m", "benchmarks.tpu_cycles.attention_block", "--compile", *words],
+            [sys.executable, "-m", module, "--compile", *words],
             capture_output=True,
             text=True,
             check=False,
             cwd=ROOT,
             env=os.environ | flags,
         )
-        found = list(Path(directory).glob("attention_block*.textproto"))
+        found = list(Path(directory).glob(f"{kernel}*.textproto"))
         if done.returncode or not found:
-            raise RuntimeError(f"{shape} on {topology}: {done.stderr[-2000:]}")
+            raise RuntimeError(f"{kernel} {words}: {done.stderr[-2000:]}")
         number = re.search(r"estimated_cycles: (\d+)", found[0].read_text("utf-8"))
         assert number is not None, found[0]
         return int(number[1])

@@ -78,11 +78,13 @@ def prefill(tokens: int) -> list[Scenario]:
     import numpy as np
 
     from jspec.pallas_kernels.attention.api import AttentionMetadata
-    from jspec.pallas_kernels.prefill.api import plan_packed
+    from jspec.pallas_kernels.prefill.api import join_spans, plan_packed
     from jspec.pallas_kernels.prefill.tuning import BlockSizes
 
     batch, pages, group, num_kv = 8, 8192 // PAGE_SIZE, 4, 2
-    queries = BlockSizes.for_heads(num_kv).block_queries(tokens, group)
+    sizes = BlockSizes.for_heads(num_kv)
+    queries = sizes.block_queries(tokens, group)
+    tile = sizes.tile_queries(queries, group)
     found = []
     for prefix in (0, tokens):
         lens = np.minimum(np.arange(batch + 1), 1) * tokens  # the first row has all queries
@@ -95,7 +97,7 @@ def prefill(tokens: int) -> list[Scenario]:
         plan = plan_packed(
             rows,
             -(-tokens // queries) * queries,
-            block_queries=queries,
+            block_queries=tile,
             page_size=PAGE_SIZE,
             writes=True,
             window=None,
@@ -105,6 +107,7 @@ def prefill(tokens: int) -> list[Scenario]:
             1: [prefix, *[0] * (batch - 1)],
             2: 1,
             3: np.asarray(plan.spans).reshape(-1).tolist(),
+            4: np.asarray(join_spans(plan.spans, queries // tile)).reshape(-1).tolist(),
         }
         pairs = tokens * (tokens + 1) // 2 + tokens * prefix
         found.append(

@@ -16,6 +16,7 @@ from jspec.pallas_kernels.prefill.api import (
     POOL_FIRST,
     POOL_LAST,
     ROW,
+    join_spans,
     plan_packed,
 )
 from jspec.pallas_kernels.prefill.tuning import BlockSizes
@@ -29,17 +30,28 @@ _visible = jax.jit(visible_keys, static_argnames=("window",))
 
 def test_the_sizes_of_the_worked_example() -> None:
     sizes = BlockSizes()
-    assert sizes.block_queries(256, 4) == 128
+    assert sizes.block_queries(512, 4) == 256
     assert sizes.block_queries(16, 4) == 32
     assert sizes.block_queries(256, 7) == 128
-    assert [sizes.block_keys(size) for size in (16, 128, 384)] == [256, 256, 384]
+    assert [sizes.block_keys(size) for size in (16, 128, 384)] == [512, 512, 384]
+    assert (sizes.tile_queries(256, 4), sizes.tile_queries(128, 7)) == (128, 128)
+
+
+def test_more_and_larger_heads_have_fewer_rows_and_keys() -> None:
+    pools = ((1, 256), (2, 256), (8, 256), (8, 512), (16, 256), (32, 256))
+    found = [BlockSizes.for_heads(*pool) for pool in pools]
+    assert [x.rows for x in found] == [1024, 1024, 512, 512, 256, 128]
+    assert [x.keys for x in found] == [512, 512, 512, 256, 256, 128]
+    assert [x.tile for x in found] == [1024, 512, 512, 512, 512, 512]
 
 
 @pytest.mark.parametrize("group", range(1, 33))
-def test_a_block_is_whole_rows_of_128(group: int) -> None:
+def test_a_block_is_whole_tiles_of_whole_rows_of_128(group: int) -> None:
+    sizes = BlockSizes.for_heads(4)
     for num_queries in (1, 16, 100, 2048):
-        queries = BlockSizes.for_heads(4).block_queries(num_queries, group)
-        assert queries * group % 128 == 0
+        queries = sizes.block_queries(num_queries, group)
+        tile = sizes.tile_queries(queries, group)
+        assert (queries % tile, tile * group % 128) == (0, 0)
         assert queries <= max(num_queries, 128)
 
 
@@ -103,6 +115,12 @@ def test_the_plan_says_who_sees_what(
         assert slots == expected
         assert not writes or all(slot < prefix[t] for slot in pool[t])
         assert ranges[ROW, t] == (row_idx[t] if valid[t] else 3)
+    joined = np.asarray(join_spans(plan.spans, 3))
+    for stream in range(4):
+        owners = [t for t in range(24) if valid[t] and stream in (row_idx[t], 3)]
+        some = set().union(*((new if stream == 3 else pool)[t] for t in owners))
+        first, last = joined[:, 0, stream].tolist()
+        assert (first, last) == (min(some), max(some) + 1) if some else last <= first
     for block in range(3):
         for stream in range(4):
             mine = [t for t in range(8 * block, 8 * block + 8) if valid[t]]

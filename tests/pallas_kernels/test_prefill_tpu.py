@@ -176,7 +176,7 @@ FAST = {
 }
 SLOW = {
     "page 16, bf16": Case(queries=80, batch=5, dtype=jnp.bfloat16),
-    "page 64, bf16, group 8, one kv head, two tiles": Case(
+    "page 64, bf16, group 8, one kv head": Case(
         queries=48,
         batch=4,
         heads=(8, 1),
@@ -188,8 +188,13 @@ SLOW = {
     "sizes of a real model": Case(
         queries=300, batch=4, pages_per_row=40, dtype=jnp.bfloat16, sizes=BlockSizes()
     ),
-    "one kv head, 1,024 rows": Case(
-        queries=200, batch=3, heads=(8, 1), sizes=BlockSizes(rows=1024, keys=256)
+    "two tiles, two widths, window, sinks": Case(
+        queries=200,
+        batch=3,
+        heads=(8, 1),
+        window=90,
+        sinks=True,
+        sizes=BlockSizes(rows=1024, keys=256),
     ),
     "four kv heads, group 7": Case(queries=140, batch=2, heads=(28, 4), pages_per_row=10),
     "window within a page": Case(queries=70, batch=3, window=5, dtype=jnp.bfloat16),

@@ -79,3 +79,12 @@ def plan_packed(
     spans = [fold(x.reshape(blocks), axis=1) for fold, x in zip(folds, parts, strict=True)]
     spans[0] = jnp.minimum(spans[0], spans[1])
     return PackedPlan(ranges=ranges, spans=jnp.stack(spans))
+
+
+def join_spans(spans: jax.Array, count: int) -> jax.Array:
+    """Return i32[2, blocks / count, B + 1]: of `count` blocks each, the first and last key that
+    some query sees."""
+    first, last = (x.reshape(-1, count, x.shape[-1]) for x in spans[:2])
+    end = jnp.max(last, axis=1)
+    begin = jnp.min(jnp.where(last > first, first, FAR), axis=1)
+    return jnp.stack([jnp.minimum(begin, end), end])

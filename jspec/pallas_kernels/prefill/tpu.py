@@ -6,12 +6,15 @@
   - This call's K and V are one more stream, packed like the queries. The same array is copied to
     the aliased pool by DMA (HBM to HBM) while the block attends, so query blocks are independent:
     the grid is parallel, and a chip with two cores may split it.
-  - Products are in the pool's dtype with float32 sums. Softmax is online, in base 2, with `scale`
-    folded into the exponent.
+  - A block's queries are split into tiles. Each skips the keys that none of its queries sees, and
+    masks only where some query does not see a key; few keys, as at a prompt's diagonal, are
+    multiplied at half the width.
+  - Products are in the pool's dtype with float32 sums. Softmax is online, in powers of two, and its
+    totals stay in lanes until the end. Several heads go through each stage together, because a
+    product or a reduction over lanes takes hundreds of cycles until its result is there.
 
 A page may be read while new tokens are written to its other slots, so values outside the range to
-read are replaced by zeros before any product. It has not run on a TPU: instruction counts are of
-the compiler's schedule for v5e.
+read are replaced by zeros before any product. It has not run on a TPU.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from jspec.pallas_kernels.attention.api import AttentionMetadata
 from jspec.pallas_kernels.kv_write.reference import pool_rows
-from jspec.pallas_kernels.prefill.api import LINES, ROW, plan_packed
+from jspec.pallas_kernels.prefill.api import LINES, ROW, join_spans, plan_packed
 from jspec.pallas_kernels.prefill.tuning import LANES, BlockSizes
 
 SMEM_BYTES = 512 * 1024  # scalar memory of one core
@@ -39,7 +42,9 @@ VMEM_LIMIT = 48 * 1024 * 1024
 # Masked scores are below the lowest running maximum, so their weight is exactly 0.
 LOWEST, MASKED = -1e30, -2e30
 
-AT_ONCE = 2  # products that go through the online softmax together
+# Scores are kept in powers of two, which the core has an instruction for.
+LOG2_E = math.log2(math.e)
+TOGETHER_SCORES = 512 * 1024  # scores that go through the online softmax together
 
 Ref: TypeAlias = Any  # a Pallas reference, or a slice of one
 Act: TypeAlias = Callable[[Any], None]  # starts a copy, or waits for it
@@ -47,17 +52,21 @@ Carry: TypeAlias = tuple[jax.Array, jax.Array, jax.Array]  # stream, step, half 
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Shape:
+class Shape:
+    """The static sizes of a call."""
+
     batch: int
     pages_per_row: int
     page_size: int
     num_kv: int
     group: int
     queries: int  # queries of a block
+    tile: int  # queries that are masked or skipped together
     keys: int  # keys of a step
     num_blocks: int
     scale: float
     writes: bool
+    has_sinks: bool
     interpreted: bool
 
     @property
@@ -65,10 +74,20 @@ class _Shape:
         return self.queries * self.group
 
     @property
-    def tile(self) -> int:
-        """Rows of one softmax; a prefix is multiplied only with tiles with its row's queries."""
-        large = 2 * LANES * (AT_ONCE if self.num_kv == 1 else 1)
-        return next(n for n in (large, 2 * LANES, LANES) if self.rows % n == 0)
+    def tile_rows(self) -> int:
+        return self.tile * self.group
+
+    @property
+    def together(self) -> int:
+        """Heads whose products go through the online softmax together."""
+        most = max(TOGETHER_SCORES // (self.tile_rows * self.keys), 1)
+        return max(n for n in range(1, most + 1) if self.num_kv % n == 0)
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Widths, in keys, at which a tile that sees a step in part is compiled."""
+        half = self.keys // 2
+        return (half, self.keys) if half % LANES == 0 else (self.keys,)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -78,19 +97,19 @@ class _Refs:
     cu: Ref  # i32[B + 1]
     prefix: Ref  # i32[B]
     table: Ref  # i32[B * P]
-    spans: Ref  # i32[4 * blocks * (B + 1)]
+    tiles: Ref  # i32[4 * tiles * (B + 1)], PackedPlan.spans of each tile
+    blocks: Ref  # i32[2 * blocks * (B + 1)], first and last key that some query of a block sees
     q: Ref  # [G, rows, D]
     ranges: Ref  # i32[LINES, rows]
-    sinks: Ref  # f32[G rounded up, rows], on the scale of scores before `scale`
+    sinks: Ref  # f32[G rounded up, rows], in powers of two
     new: Ref  # [T rounded up, 2G, D], HBM
     out: Ref  # [G, rows, D]
     pool: Ref  # [NP, S, 2G, D], HBM
     landing: Ref  # [2, keys, 2G, D]
     pairs: Ref  # [2, G, keys, D], K and V of the step
-    bounds: Ref  # i32[ROW + 1, rows, 128], the lines of `ranges`, all lanes equal
-    ceiling: Ref  # f32[tile, keys], MASKED where a tile's row does not see the key
+    ceiling: Ref  # f32[tile_rows, keys], MASKED where a tile's row does not see the key
     top: Ref  # f32[G, rows, 128], all lanes equal
-    total: Ref  # f32[G, rows, 128]
+    total: Ref  # f32[G, rows, 128], their sum is the total
     mixed: Ref  # f32[G, rows, D]
     landed: Ref  # DMA semaphores [2]
     stored: Ref  # DMA semaphore
@@ -114,7 +133,8 @@ def attend_packed(
     Padding queries return zeros. interpret: pallas_call's argument (interpret mode forced from
     outside would reach a view that it does not support). Raises ValueError at trace time.
     """
-    sizes = sizes or BlockSizes.for_heads(kv_pages.shape[2] // 2)
+    head_bytes = kv_pages.shape[3] * kv_pages.dtype.itemsize
+    sizes = sizes or BlockSizes.for_heads(kv_pages.shape[2] // 2, head_bytes)
     _check(q, kv_pages, rows, scale=scale, sizes=sizes)
     num_queries, num_heads, width = q.shape[0], q.shape[1], kv_pages.shape[3]
     num_kv = kv_pages.shape[2] // 2
@@ -122,25 +142,27 @@ def attend_packed(
     group = num_heads // num_kv
     queries = sizes.block_queries(num_queries, group)
     num_blocks = -(-num_queries // queries)
-    _check_scalars(rows, num_blocks)
-    shape = _Shape(
+    shape = Shape(
         batch=batch,
         pages_per_row=pages_per_row,
         page_size=kv_pages.shape[1],
         num_kv=num_kv,
         group=group,
         queries=queries,
+        tile=sizes.tile_queries(queries, group),
         keys=sizes.block_keys(kv_pages.shape[1]),
         num_blocks=num_blocks,
         scale=scale,
         writes=k_new is not None and v_new is not None,
+        has_sinks=sinks is not None,
         interpreted=interpret is not False,
     )
+    _check_scalars(rows, shape)
     padded = num_blocks * queries
     plan = plan_packed(
         rows,
         padded,
-        block_queries=queries,
+        block_queries=shape.tile,
         page_size=shape.page_size,
         writes=shape.writes,
         window=window,
@@ -154,14 +176,16 @@ def attend_packed(
         rows.prefix_lens,
         rows.page_table.reshape(-1),
         plan.spans.reshape(-1),
+        join_spans(plan.spans, queries // shape.tile).reshape(-1),
         _pack(q.astype(kv_pages.dtype), padded=padded, num_kv=num_kv, width=width),
         jnp.repeat(plan.ranges, group, axis=1),
         _sink_rows(sinks, shape),
         new,
         kv_pages,
     )
-    out = out.reshape(num_kv, padded, group, width)[:, :num_queries]
-    return out.transpose(1, 0, 2, 3).reshape(num_queries, num_heads, width), kv_pages
+    out = out.reshape(num_kv, padded, group, width)[:, :num_queries].transpose(1, 0, 2, 3)
+    valid = plan.ranges[ROW, :num_queries] < batch
+    return jnp.where(valid[:, None, None], out.reshape(num_queries, num_heads, width), 0), kv_pages
 
 
 def _check(
@@ -189,9 +213,10 @@ def _check(
         raise ValueError(f"pages of {page_size}; expected a divisor or a multiple of {LANES}")
 
 
-def _check_scalars(rows: AttentionMetadata, num_blocks: int) -> None:
-    batch, table = rows.prefix_lens.shape[0], rows.page_table.shape
-    held = 4 * (rows.page_table.size + 4 * num_blocks * (batch + 1) + 2 * batch + 1)
+def _check_scalars(rows: AttentionMetadata, shape: Shape) -> None:
+    batch, num_blocks, table = shape.batch, shape.num_blocks, rows.page_table.shape
+    spans = num_blocks * (4 * (shape.queries // shape.tile) + 2) * (batch + 1)
+    held = 4 * (rows.page_table.size + spans + 2 * batch + 1)
     if held > SMEM_BYTES:
         raise ValueError(
             f"a page table of {table} and {num_blocks} blocks of queries take {held} bytes of "
@@ -205,25 +230,24 @@ def _pack(q: jax.Array, *, padded: int, num_kv: int, width: int) -> jax.Array:
     return q.reshape(num_kv, -1, width)
 
 
-def _sink_rows(sinks: jax.Array | None, shape: _Shape) -> jax.Array:
+def _sink_rows(sinks: jax.Array | None, shape: Shape) -> jax.Array:
     """Return f32[G rounded up to 8, rows]: the initial score of each row's softmax."""
     lines = -(-shape.num_kv // 8) * 8
     if sinks is None:
         return jnp.full((lines, shape.rows), LOWEST, jnp.float32)
-    by_head = sinks.astype(jnp.float32).reshape(shape.num_kv, shape.group)
-    by_head = by_head / shape.scale
+    by_head = (sinks.astype(jnp.float32) * LOG2_E).reshape(shape.num_kv, shape.group)
     return jnp.pad(jnp.tile(by_head, (1, shape.queries)), ((0, lines - shape.num_kv), (0, 0)))
 
 
 def _pallas_call(
-    shape: _Shape, dtype: jnp.dtype, pool: jax.Array, interpret: Any
+    shape: Shape, dtype: jnp.dtype, pool: jax.Array, interpret: Any
 ) -> Callable[..., Any]:
     two_g, width = pool.shape[2:]
     rows, num_kv = shape.rows, shape.num_kv
     by_block = pl.BlockSpec((num_kv, rows, width), lambda i, *_: (0, i, 0))
     in_place = pl.BlockSpec(memory_space=pl.ANY)
     spec = pltpu.PrefetchScalarGridSpec(
-        num_scalar_prefetch=4,
+        num_scalar_prefetch=5,
         grid=(shape.num_blocks,),
         in_specs=[
             by_block,
@@ -236,8 +260,7 @@ def _pallas_call(
         scratch_shapes=[
             pltpu.VMEM((2, shape.keys, two_g, width), pool.dtype),
             pltpu.VMEM((2, num_kv, shape.keys, width), pool.dtype),
-            pltpu.VMEM((ROW + 1, rows, LANES), jnp.int32),
-            pltpu.VMEM((shape.tile, shape.keys), jnp.float32),
+            pltpu.VMEM((shape.tile_rows, shape.keys), jnp.float32),
             pltpu.VMEM((num_kv, rows, LANES), jnp.float32),
             pltpu.VMEM((num_kv, rows, LANES), jnp.float32),
             pltpu.VMEM((num_kv, rows, width), jnp.float32),
@@ -253,7 +276,7 @@ def _pallas_call(
             jax.ShapeDtypeStruct(packed, dtype),
             pltpu.HBM(pool.shape, pool.dtype),  # or XLA would copy a small pool to VMEM
         ],
-        input_output_aliases={8: 1},  # the pool; indices include the four scalar arrays
+        input_output_aliases={9: 1},  # the pool; indices include the five scalar arrays
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel",), vmem_limit_bytes=VMEM_LIMIT
         ),
@@ -262,8 +285,8 @@ def _pallas_call(
     )
 
 
-def _kernel(shape: _Shape, *args: Ref) -> None:
-    inputs, outputs, scratch = args[:8], args[9:11], args[11:]  # 8 is the pool, aliased to 10
+def _kernel(shape: Shape, *args: Ref) -> None:
+    inputs, outputs, scratch = args[:9], args[10:12], args[12:]  # 9 is the pool, aliased to 11
     names = [field.name for field in dataclasses.fields(_Refs)]
     refs = _Refs(**dict(zip(names, (*inputs, *outputs, *scratch), strict=True)))
 
@@ -312,32 +335,39 @@ def _wait(copy: Any) -> None:
     copy.wait()
 
 
-def _span(shape: _Shape, refs: _Refs, stream: jax.Array) -> tuple[jax.Array, ...]:
-    """Return the first and last key that some query of the block sees, then that every one does."""
+def _span(shape: Shape, refs: _Refs, stream: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return the first and last key that some query of the block sees."""
     streams = shape.batch + 1
     at = pl.program_id(0) * streams + jnp.minimum(stream, shape.batch)
-    first, last, every_first, every_last = (
-        refs.spans[at + line * shape.num_blocks * streams] for line in range(4)
-    )
-    return first, last, every_first, every_last
+    return refs.blocks[at], refs.blocks[shape.num_blocks * streams + at]
 
 
-def _origin(shape: _Shape, stream: jax.Array, first: jax.Array) -> jax.Array:
+def _tile_span(
+    shape: Shape, refs: _Refs, tile: jax.Array, stream: jax.Array
+) -> tuple[jax.Array, ...]:
+    """Return the first and last key that some query of a tile sees, then that every one does."""
+    per_block, streams = shape.queries // shape.tile, shape.batch + 1
+    at = (pl.program_id(0) * per_block + tile) * streams + stream
+    size = shape.num_blocks * per_block * streams
+    return tuple(refs.tiles[at + line * size] for line in range(4))
+
+
+def _origin(shape: Shape, stream: jax.Array, first: jax.Array) -> jax.Array:
     """Return the start of a stream: a whole page, or a whole block of new tokens."""
     page, block = lax.div(first, shape.page_size), lax.div(first, shape.keys)
     return jnp.where(stream == shape.batch, block * shape.keys, page * shape.page_size)
 
 
-def _num_steps(shape: _Shape, refs: _Refs, stream: jax.Array) -> jax.Array:
-    first, last, _, _ = _span(shape, refs, stream)
+def _num_steps(shape: Shape, refs: _Refs, stream: jax.Array) -> jax.Array:
+    first, last = _span(shape, refs, stream)
     keys = last - _origin(shape, stream, first)
     return jnp.where(last > first, lax.div(keys + shape.keys - 1, shape.keys), 0)
 
 
 def _each_copy_in(
-    shape: _Shape, refs: _Refs, stream: jax.Array, step: jax.Array, half: jax.Array, act: Act
+    shape: Shape, refs: _Refs, stream: jax.Array, step: jax.Array, half: jax.Array, act: Act
 ) -> None:
-    first, last, _, _ = _span(shape, refs, stream)
+    first, last = _span(shape, refs, stream)
     origin = _origin(shape, stream, first) + step * shape.keys
     size = shape.page_size
 
@@ -360,7 +390,7 @@ def _each_copy_in(
         lax.fori_loop(page, stop, one, jnp.int32(0))
 
 
-def _each_copy_out(shape: _Shape, refs: _Refs, act: Act) -> None:
+def _each_copy_out(shape: Shape, refs: _Refs, act: Act) -> None:
     """Start or await the copies of this block's new tokens to their slots, page by page.
 
     DMA sizes are static, so a page's slots go in pieces of 2^i slots: 7 as 4, 2 and 1.
@@ -398,37 +428,45 @@ def _each_copy_out(shape: _Shape, refs: _Refs, act: Act) -> None:
     lax.fori_loop(0, shape.batch, of_row, jnp.int32(0))
 
 
-def _begin(shape: _Shape, refs: _Refs) -> None:
-    """Transpose ranges and sinks to columns, and start every softmax at its sink.
+def _begin(shape: Shape, refs: _Refs) -> None:
+    """Start every softmax at its sink, whose weight is in one lane of the totals.
 
     Without sinks the score is so low that the first real key cancels it.
     """
-    ranges, sinks = refs.ranges[...].T, refs.sinks[...].T
-    for line in range(refs.bounds.shape[0]):
-        refs.bounds[line] = jnp.broadcast_to(ranges[:, line : line + 1], (shape.rows, LANES))
-    for head in range(shape.num_kv):
-        refs.top[head] = jnp.broadcast_to(sinks[:, head : head + 1], (shape.rows, LANES))
-    refs.total[...] = jnp.ones_like(refs.total)
+    if shape.has_sinks:
+        sinks = refs.sinks[...].T
+        for head in range(shape.num_kv):
+            refs.top[head] = jnp.broadcast_to(sinks[:, head : head + 1], (shape.rows, LANES))
+    else:
+        refs.top[...] = jnp.full_like(refs.top, LOWEST)
+    first_lane = lax.broadcasted_iota(jnp.int32, refs.total.shape, 2) == 0
+    refs.total[...] = jnp.where(first_lane, 1.0, 0.0)
     refs.mixed[...] = jnp.zeros_like(refs.mixed)
 
 
-def _split(shape: _Shape, refs: _Refs, stream: jax.Array, step: jax.Array, half: jax.Array) -> None:
+def _split(shape: Shape, refs: _Refs, stream: jax.Array, step: jax.Array, half: jax.Array) -> None:
     """Split the landed keys into K and V of each head, with zeros outside of the range to read.
 
     Zeros, because a weight of 0 would not hide the NaN of unwritten slots.
     """
-    first, last, _, _ = _span(shape, refs, stream)
+    first, last = _span(shape, refs, stream)
     origin = _origin(shape, stream, first) + step * shape.keys
-    key = origin + lax.broadcasted_iota(jnp.int32, (shape.keys, refs.landing.shape[3]), 0)
-    inside = (key >= first) & (key < last)
-    for head in range(shape.num_kv):
-        k, v = _key_and_value(shape, refs, half, head)
-        refs.pairs[0, head] = jnp.where(inside, k, 0.0).astype(refs.pairs.dtype)
-        refs.pairs[1, head] = jnp.where(inside, v, 0.0).astype(refs.pairs.dtype)
+
+    def split(whole: bool) -> None:
+        key = origin + lax.broadcasted_iota(jnp.int32, (shape.keys, refs.landing.shape[3]), 0)
+        inside = (key >= first) & (key < last)
+        for head in range(shape.num_kv):
+            for n, landed in enumerate(_key_and_value(shape, refs, half, head)):
+                kept = landed if whole else jnp.where(inside, landed, 0.0)
+                refs.pairs[n, head] = kept.astype(refs.pairs.dtype)
+
+    whole = (first <= origin) & (origin + shape.keys <= last)
+    pl.when(whole)(functools.partial(split, whole=True))
+    pl.when(jnp.logical_not(whole))(functools.partial(split, whole=False))
 
 
 def _key_and_value(
-    shape: _Shape, refs: _Refs, half: jax.Array, head: int
+    shape: Shape, refs: _Refs, half: jax.Array, head: int
 ) -> tuple[jax.Array, jax.Array]:
     """Return f32[keys, D] of K and of V of one head from the landed pairs of all heads.
 
@@ -454,109 +492,108 @@ def _key_and_value(
     return k, pltpu.bitcast(words & jnp.uint32(0xFFFF0000), jnp.float32)
 
 
-def _absorb_step(shape: _Shape, refs: _Refs, stream: jax.Array, step: jax.Array) -> None:
-    first, _, every_first, every_last = _span(shape, refs, stream)
-    origin = _origin(shape, stream, first) + step * shape.keys
-    row = jnp.minimum(stream, shape.batch - 1)
-    begin = pl.program_id(0) * shape.queries
-    low = jnp.where(stream == shape.batch, 0, jnp.maximum(refs.cu[row] - begin, 0)) * shape.group
-    high = jnp.minimum(refs.cu[row + 1] - begin, shape.queries) * shape.group
-    unmasked = (every_first <= origin) & (origin + shape.keys <= every_last)
+def _absorb_step(shape: Shape, refs: _Refs, stream: jax.Array, step: jax.Array) -> None:
+    """Add the step's keys to every tile that sees some of them."""
+    origin = _origin(shape, stream, _span(shape, refs, stream)[0]) + step * shape.keys
+    end = origin + shape.keys
 
-    def tiles(masked: bool) -> None:
-        def one(tile: jax.Array, carry: jax.Array) -> jax.Array:
-            start = tile * shape.tile
-            if masked:
-                _mask(shape, refs, start, stream, origin)
-            pieces = _pieces(shape)
-            for i in range(0, len(pieces), AT_ONCE):
-                _absorb(shape, refs, start, pieces[i : i + AT_ONCE], masked=masked)
-            return carry
+    def absorb_masked(start: jax.Array, keys: int) -> None:
+        _mask(shape, refs, start, stream, origin, keys)
+        absorb_tile(shape, refs, start, keys, masked=True)
 
-        stop = lax.div(high + shape.tile - 1, shape.tile)
-        lax.fori_loop(lax.div(low, shape.tile), stop, one, jnp.int32(0))
+    def one(tile: jax.Array, carry: jax.Array) -> jax.Array:
+        first, last, every_first, every_last = _tile_span(shape, refs, tile, stream)
+        sees = (first < end) & (last > origin) & (first < last)
+        whole = (every_first <= origin) & (end <= every_last)
+        start = tile * shape.tile_rows
+        pl.when(sees & whole)(
+            functools.partial(absorb_tile, shape, refs, start, shape.keys, masked=False)
+        )
+        least = 0
+        for keys in shape.widths:
+            fits = sees & jnp.logical_not(whole) & (last - origin > least)
+            if keys < shape.keys:
+                fits = fits & (last - origin <= keys)
+            pl.when(fits)(functools.partial(absorb_masked, start, keys))
+            least = keys
+        return carry
 
-    pl.when(unmasked)(functools.partial(tiles, masked=False))
-    pl.when(jnp.logical_not(unmasked))(functools.partial(tiles, masked=True))
-
-
-def _pieces(shape: _Shape) -> list[tuple[int, int, int]]:
-    """Return (head, first row, rows) of the products of a tile; two or more if possible."""
-    parts = AT_ONCE if shape.num_kv == 1 and shape.tile > LANES else 1
-    rows = shape.tile // parts
-    return [(head, i * rows, rows) for head in range(shape.num_kv) for i in range(parts)]
+    lax.fori_loop(0, shape.queries // shape.tile, one, jnp.int32(0))
 
 
 def _mask(
-    shape: _Shape, refs: _Refs, start: jax.Array, stream: jax.Array, origin: jax.Array
+    shape: Shape, refs: _Refs, start: jax.Array, stream: jax.Array, origin: jax.Array, keys: int
 ) -> None:
     """Set the upper bound of a tile's scores: very high where a row sees the key, else MASKED."""
-    at = _rows_at(start, 0, shape.tile)
-    is_new = stream == shape.batch
-    new_first, new_last, pool_first, pool_last, row = (refs.bounds[n, at] for n in range(ROW + 1))
-    first = jnp.where(is_new, new_first, pool_first)
-    last = jnp.where(is_new, new_last, jnp.where(row == stream, pool_last, 0))
-    for lane in range(0, shape.keys, LANES):
+    at, is_new = _rows_at(shape, start), stream == shape.batch
+    new_first, new_last, pool_first, pool_last, row = (
+        refs.ranges[n : n + 1, at] for n in range(ROW + 1)
+    )
+    first = _column(jnp.where(is_new, new_first, pool_first))
+    last = _column(jnp.where(is_new, new_last, jnp.where(row == stream, pool_last, 0)))
+    first, last = (jnp.broadcast_to(x, (shape.tile_rows, LANES)) for x in (first, last))
+    for lane in range(0, keys, LANES):
         key = origin + lane + lax.broadcasted_iota(jnp.int32, first.shape, 1)
         seen = (key >= first) & (key < last)
         refs.ceiling[:, lane : lane + LANES] = jnp.where(seen, -MASKED, MASKED)
 
 
-def _rows_at(start: jax.Array, offset: int, rows: int) -> Any:
-    return pl.ds(pl.multiple_of(start + offset, LANES), rows)
+def _column(line: jax.Array) -> jax.Array:
+    """Transpose [1, n] to [n, 1]."""
+    return jnp.broadcast_to(line, (8, line.shape[1])).T[:, :1]
 
 
-def _absorb(
-    shape: _Shape,
-    refs: _Refs,
-    start: jax.Array,
-    pieces: list[tuple[int, int, int]],
-    *,
-    masked: bool,
+def _rows_at(shape: Shape, start: jax.Array) -> Any:
+    return pl.ds(pl.multiple_of(start, LANES), shape.tile_rows)
+
+
+def absorb_tile(shape: Shape, refs: _Refs, start: jax.Array, keys: int, *, masked: bool) -> None:
+    """Add the step's first `keys` keys to the online softmax of a tile, for all heads."""
+    absorb = functools.partial(_absorb_heads, shape, refs, start, keys=keys, masked=masked)
+    if shape.together == shape.num_kv:
+        absorb(0)
+    else:  # a loop, because a program of all heads takes minutes to compile
+        groups = shape.num_kv // shape.together
+        lax.fori_loop(0, groups, lambda n, _: absorb(n * shape.together), None)
+
+
+def _absorb_heads(
+    shape: Shape, refs: _Refs, start: jax.Array, low: jax.Array | int, *, keys: int, masked: bool
 ) -> None:
-    """Add the step's keys to the online softmax of some pieces of a tile.
-
-    All pieces go through each stage together: a third fewer instructions in the schedule.
-    """
     dtype = refs.pairs.dtype
     dot = functools.partial(
         lax.dot_general,
         precision=lax.Precision.HIGHEST if dtype == jnp.float32 else lax.Precision.DEFAULT,
         preferred_element_type=jnp.float32,
     )
-    unit = math.log2(math.e) * shape.scale
-    ats = [(head, _rows_at(start, offset, rows)) for head, offset, rows in pieces]
-    scores = [dot(refs.q[at], refs.pairs[0, at[0]], (((1,), (1,)), ((), ()))) for at in ats]
-    if masked:
-        ceilings = [refs.ceiling[offset : offset + rows] for _, offset, rows in pieces]
-        scores = list(map(jnp.minimum, scores, ceilings))
-    before = [refs.top[at] for at in ats]
-    tops = [
-        jnp.maximum(old, jnp.max(score, axis=1, keepdims=True))
-        for old, score in zip(before, scores, strict=True)
-    ]
-    weights = [
-        jnp.exp2((score - _across(top, shape.keys)) * unit)
-        for score, top in zip(scores, tops, strict=True)
-    ]
+    ats = [(low + n, _rows_at(shape, start)) for n in range(shape.together)]
+    scores = [dot(refs.q[at], refs.pairs[0, at[0], :keys], (((1,), (1,)), ((), ()))) for at in ats]
+    weights, fades = [], []
+    for at, score in zip(ats, scores, strict=True):
+        score = score * (shape.scale * LOG2_E)
+        if masked:
+            score = jnp.minimum(score, refs.ceiling[:, :keys])
+        pieces = [score[:, lane : lane + LANES] for lane in range(0, keys, LANES)]
+        most = jnp.max(functools.reduce(jnp.maximum, pieces), axis=1, keepdims=True)
+        top = jnp.maximum(refs.top[at], most)
+        fade = jnp.exp2(refs.top[at] - top)
+        parts = [jnp.exp2(piece - top) for piece in pieces]
+        refs.top[at] = top
+        refs.total[at] = refs.total[at] * fade + functools.reduce(jnp.add, parts)
+        weights.append(jnp.concatenate([part.astype(dtype) for part in parts], axis=1))
+        fades.append(fade)
     mixed = [
-        dot(weight.astype(dtype), refs.pairs[1, at[0]], (((1,), (0,)), ((), ())))
+        dot(weight, refs.pairs[1, at[0], :keys], (((1,), (0,)), ((), ())))
         for weight, at in zip(weights, ats, strict=True)
     ]
-    fades = [jnp.exp2((old - top) * unit) for old, top in zip(before, tops, strict=True)]
-    totals = [jnp.sum(weight, axis=1, keepdims=True) for weight in weights]
-    for at, top, fade, total, mix in zip(ats, tops, fades, totals, mixed, strict=True):
-        refs.top[at] = top
-        refs.total[at] = refs.total[at] * fade + total
+    for at, fade, mix in zip(ats, fades, mixed, strict=True):
         refs.mixed[at] = refs.mixed[at] * _across(fade, mix.shape[1]) + mix
 
 
-def _finish(shape: _Shape, refs: _Refs) -> None:
-    valid = _across(refs.bounds[ROW] < shape.batch, refs.mixed.shape[2])
+def _finish(shape: Shape, refs: _Refs) -> None:
     for head in range(shape.num_kv):
-        total = _across(jnp.maximum(refs.total[head], 1e-30), refs.mixed.shape[2])
-        out = jnp.where(valid, refs.mixed[head] / total, 0.0)
-        refs.out[head] = out.astype(refs.out.dtype)
+        total = jnp.maximum(jnp.sum(refs.total[head], axis=1, keepdims=True), 1e-30)
+        refs.out[head] = (refs.mixed[head] / total).astype(refs.out.dtype)
 
 
 def _across(x: jax.Array, width: int) -> jax.Array:

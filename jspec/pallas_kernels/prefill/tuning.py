@@ -12,6 +12,7 @@ from jspec.pallas_kernels.attention.gpu_plan import NUM_SMS
 from jspec.spec.cache_entry import FP8
 
 LANES = 128  # of a TPU's vector
+STEP_BYTES = 2 * 1024 * 1024  # K and V that a TPU's block of queries reads at once
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,23 +45,38 @@ def choose_tuning(pool_dtype: DTypeLike) -> Tuning:
 class BlockSizes:
     """The size of a TPU kernel's block: M of a product (queries x group), and keys."""
 
-    rows: int = 512  # a multiple of 128
-    keys: int = 256  # a multiple of 128
+    rows: int = 1024  # a multiple of 128
+    keys: int = 512  # a multiple of 128
+    tile: int = 512  # rows that are masked or skipped together
 
     @classmethod
-    def for_heads(cls, num_kv: int) -> BlockSizes:
-        """Return sizes for which all kv heads of a block fit VMEM at once."""
-        rows = min(max(4096 // num_kv // LANES, 1) * LANES, 512)
-        return cls(rows=rows, keys=256 if num_kv < 32 else LANES)
+    def for_heads(cls, num_kv: int, head_bytes: int = 256) -> BlockSizes:
+        """Return sizes for which all kv heads of a block fit VMEM at once.
+
+        head_bytes: of a key of one head, in the pool.
+        """
+        rows = min(max(4096 // num_kv // LANES, 1) * LANES, 1024)
+        keys = STEP_BYTES // (2 * num_kv * head_bytes) // LANES * LANES
+        keys = min(max(1 << keys.bit_length() - 1, LANES), 512)
+        return cls(rows=rows, keys=keys, tile=1024 if num_kv == 1 else 512)
 
     def block_queries(self, num_queries: int, group: int) -> int:
         """Return queries per block: a multiple of 128 rows, at most `rows`, no more than needed.
 
-        In:  512 rows, 256 queries, group 4    Out: 128; 16 queries: 32; group 7: 128 (896 rows)
+        In:  1,024 rows, 512 queries, group 4    Out: 256; 16 queries: 32; group 7: 128 (896 rows)
         """
         unit = LANES // math.gcd(LANES, group)
         most = max(self.rows // (unit * group), 1) * unit
         return min(most, -(-num_queries // unit) * unit)
+
+    def tile_queries(self, queries: int, group: int) -> int:
+        """Return the queries of a tile: a divisor of a block's `queries`, in whole lanes of rows.
+
+        In:  256 queries, group 4    Out: 128 (512 rows); group 7, 128 queries: 128 (896 rows)
+        """
+        unit = LANES // math.gcd(LANES, group)
+        most = max(self.tile // (unit * group), 1)
+        return unit * max(n for n in range(1, most + 1) if queries // unit % n == 0)
 
     def block_keys(self, page_size: int) -> int:
         """Return keys per block: whole pages, at most `keys` but at least one page."""
