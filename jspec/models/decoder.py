@@ -220,7 +220,7 @@ class LatentAttend:
         settings: LayerSettings,
         scales: KVScales | None = None,
     ) -> None:
-        self.cache = pages
+        self.cache: Any = pages
         self._rows, self._scales = rows, scales
         self._ops, self._rank = settings.ops, spec.kv_rank
         self._call = AttentionCall(

@@ -15,7 +15,6 @@ one, bit for bit. For a query with few tokens beside longer rows it is so up to 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -189,16 +188,14 @@ def _scores(
     (queries, weights), written = block.given, _written(rows)
     if queries_per_row is not None:
         row = block.row[::queries_per_row]
-        apart: list[Any] = [
-            x.reshape(-1, queries_per_row, *x.shape[1:]) for x in (queries, weights)
-        ]
         table, ends = (jnp.take(x, row, axis=0, mode="clip") for x in (rows.page_table, written))
-        found = _scores_of_rows(*apart, keys, table, ends)
-        return found.reshape(queries.shape[0], -1)
+        own = (x.reshape(-1, queries_per_row, *x.shape[1:]) for x in (queries, weights))
+        return _scores_of_rows(*own, keys=keys, table=table, ends=ends).reshape(len(queries), -1)
 
     def one_row(row: jax.Array, scores: jax.Array) -> jax.Array:
-        table, end = (jax.lax.dynamic_slice_in_dim(x, row, 1) for x in (rows.page_table, written))
-        found = _scores_of_rows(queries[None], weights[None], keys, table, end)[0]
+        table, ends = (jax.lax.dynamic_slice_in_dim(x, row, 1) for x in (rows.page_table, written))
+        own = queries[None], weights[None]
+        found = _scores_of_rows(*own, keys=keys, table=table, ends=ends)[0]
         return jnp.where((block.row == row)[:, None], found, scores)
 
     first = jnp.min(jnp.where(block.valid, block.row, written.shape[0]))
@@ -210,6 +207,7 @@ def _scores(
 def _scores_of_rows(
     queries: Float[Array, "A Q H D"],
     weights: Float[Array, "A Q H"],
+    *,
     keys: Float[Array, "NP S D"],
     table: Int[Array, "A P"],
     ends: Int[Array, "A"],
