@@ -179,7 +179,7 @@ def sparse() -> list[Job]:
         Job(
             model="glm-5.2",
             topology=V6E,
-            shape=SHAPES[2],
+            shape="3/4/12",
             program=program,
             layers=2,
             drafter=NGRAM,

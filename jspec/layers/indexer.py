@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 from jspec.layers.linear import linear
 from jspec.layers.rope import in_halves
 from jspec.pallas_kernels.kv_write.reference import rotate
-from jspec.pallas_kernels.latent_attention.sparse import Index
+from jspec.pallas_kernels.latent_attention.xla import Index
 from jspec.pallas_kernels.ops import Ops
 from jspec.spec.model_spec import IndexerSpec
 

@@ -36,7 +36,7 @@ from jspec.pallas_kernels.attention.api import AttentionCall, AttentionMetadata,
 from jspec.pallas_kernels.fp8_product.api import Activations, Scaled, numbers_of
 from jspec.pallas_kernels.kv_write.api import KVScales, Rotation
 from jspec.pallas_kernels.kv_write.reference import rotate
-from jspec.pallas_kernels.latent_attention.sparse import Index
+from jspec.pallas_kernels.latent_attention.xla import Index
 from jspec.pallas_kernels.ops import Ops
 from jspec.spec.cache_entry import Unit
 from jspec.spec.cache_groups import CacheGroup, groups_of_layers

@@ -34,8 +34,8 @@ from jspec.pallas_kernels.kv_write.reference import (
     scaled_queries,
 )
 from jspec.pallas_kernels.latent_attention import reference as latent_attention
-from jspec.pallas_kernels.latent_attention import sparse
-from jspec.pallas_kernels.latent_attention.sparse import Index
+from jspec.pallas_kernels.latent_attention import xla as sparse
+from jspec.pallas_kernels.latent_attention.xla import Index
 from jspec.pallas_kernels.sample import reference as sample
 from jspec.spec.model_spec import Gate, LatentAttentionSpec, MoESpec
 
@@ -174,7 +174,7 @@ class Ops:
         *,
         top_k: int,
     ) -> tuple[Int[Array, "T K"] | None, Float[Array, "NP S D"]]:
-        """Write the index keys, then select slots, as latent_attention/sparse.py specifies."""
+        """Write the index keys, then select slots, as latent_attention/xla.py specifies."""
         keys = latent_attention.write_new(index.keys, keys, rows, call)
         per_row = call.queries_per_row
         return sparse.select(index, keys, rows, queries_per_row=per_row, top_k=top_k), keys

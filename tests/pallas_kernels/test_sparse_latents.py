@@ -1,4 +1,4 @@
-"""Sparse attention over latents (latent_attention/sparse.py) against its definition in float64."""
+"""Sparse attention over latents (latent_attention/xla.py) against its definition in float64."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from jspec.pallas_kernels.attention.api import AttentionCall, AttentionMetadata
-from jspec.pallas_kernels.latent_attention import sparse
-from jspec.pallas_kernels.latent_attention.sparse import Index
+from jspec.pallas_kernels.latent_attention import xla as sparse
+from jspec.pallas_kernels.latent_attention.xla import Index
 from jspec.pallas_kernels.ops import Ops
 from jspec.speculative.tree import pack_bits
 

@@ -8,6 +8,11 @@ tree, its own ancestors. The token at the lower slot wins ties; what a query see
 as in positions. Queries run in blocks, so that the memory does not grow with their number times the
 context.
 
+Packed chunks gather the records that each query selected: their time does not grow with the
+context. Rows of equal length, whose few queries share one read of the row, mask what is not
+selected: with 8 rows of 4 queries, 64 heads and contexts of 4096 on a CPU, gathering 2048 records
+took five times as long.
+
 If no row of a call has more than `top_k` tokens, everything is selected: the attention is the dense
 one, bit for bit. For a query with few tokens beside longer rows it is so up to rounding.
 """
@@ -15,16 +20,18 @@ one, bit for bit. For a query with few tokens beside longer rows it is so up to 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jspec.device.pytree import pytree
+from jspec.pallas_kernels.attention import xla
 from jspec.pallas_kernels.attention.api import AttentionMetadata, index_queries, visible_keys
 from jspec.pallas_kernels.kv_write.reference import page_slots
 
-BLOCK_QUERIES, BLOCK_KEYS = 32, 512
+BLOCK_QUERIES, BLOCK_KEYS = 16, 512
 
 
 @pytree
@@ -97,6 +104,25 @@ def attend(
     queries_per_row: int | None,
 ) -> Float[Array, "T H D"]:
     """Attend to the selected slots of a latent pool that has this call's tokens."""
+    if queries_per_row is None:
+        return _attend_gathered(q, selected, pages, rows, scale=scale)
+    num_slots = rows.page_table.shape[1] * pages.shape[1]
+    query = jnp.arange(q.shape[0])[:, None]
+    slots = jnp.where(selected < 0, num_slots, selected)
+    allowed = jnp.zeros((q.shape[0], num_slots + 1), bool)
+    allowed = allowed.at[query, slots].set(True, mode="promise_in_bounds")[:, :num_slots]
+    how: Any = {"queries_per_row": queries_per_row, "scale": scale, "window": None, "sinks": None}
+    return xla.attend(q, pages, rows, **how, allowed=allowed)
+
+
+def _attend_gathered(
+    q: Float[Array, "T H Dq"],
+    selected: Int[Array, "T K"],
+    pages: Float[Array, "NP S D"],
+    rows: AttentionMetadata,
+    *,
+    scale: float,
+) -> Float[Array, "T H D"]:
     pad = (0, pages.shape[-1] - q.shape[-1])
     queries = jnp.pad(q.astype(jnp.float32), ((0, 0), (0, 0), pad)) * scale
 
@@ -116,7 +142,7 @@ def attend(
         total = jnp.maximum(jnp.sum(weights, axis=-1, keepdims=True), 1e-30)
         return jnp.einsum("qhk,qkd->qhd", weights, records) / total
 
-    out = _in_blocks(attend_in, (queries, selected), rows, queries_per_row)
+    out = _in_blocks(attend_in, (queries, selected), rows, None)
     return out.astype(q.dtype)
 
 
