@@ -36,7 +36,7 @@ BLOCK_QUERIES, BLOCK_KEYS = 16, 512
 
 @pytree
 class Index:
-    """What an indexer makes of the new tokens, with RoPE applied."""
+    """The output of an indexer for the new tokens, with RoPE applied."""
 
     queries: jax.Array  # [T, H, D]
     weights: jax.Array  # f32[T, H]

@@ -30,7 +30,7 @@ INDEX_KEYS = frozenset(
     (
         *("index_topk", "index_head_dim", "index_n_heads", INTERLEAVED, TYPES),
         *("index_topk_freq", "index_skip_topk_offset", "index_topk_pattern"),
-        # Every draft level selects anew, which costs time and changes no text.
+        # Ignored: every draft level selects for itself, which costs time and changes no text.
         "index_share_for_mtp_iteration",
     )
 )
