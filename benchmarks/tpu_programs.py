@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SHAPES = ("0/1/1", "3/1/4", "3/4/16")  # plain, chain, tree
 PROGRAMS = ("decode B=64", "prefill T=1920 sampling", "decode B=64 sampling")
 # Drafters, as tests.engine.step_compile calls them.
-EAGLE3, MULTI_LAYER, NEXTN = "eagle3", "mtp", "nextn"
+EAGLE3, MULTI_LAYER, NEXTN, NGRAM = "eagle3", "mtp", "nextn", "ngram"
 MODELS = ("llama-3.1-8b", "qwen3-30b-a3b", "gpt-oss-20b")
 # A slice of each chip with memory for the model in bfloat16 and KV.
 V5P, V7X, V6E = "v5p:2x2x1", "tpu7x:2x2x1", "v6e:2x2"
@@ -168,6 +168,21 @@ def hybrid() -> list[Job]:
             program=program,
             layers=8,
             drafter=NEXTN,
+        )
+        for program in ("decode B=64", "prefill T=1920 sampling")
+    ]
+
+
+def sparse() -> list[Job]:
+    """Return programs of GLM-5.2's first two layers, both with an indexer, with a lookup's tree."""
+    return [
+        Job(
+            model="glm-5.2",
+            topology=V6E,
+            shape="3/4/12",
+            program=program,
+            layers=2,
+            drafter=NGRAM,
         )
         for program in ("decode B=64", "prefill T=1920 sampling")
     ]

@@ -357,6 +357,46 @@ MIMO_V2_FLASH_JSON: Mapping[str, Any] = {
     "v_head_dim": 128,
     "vocab_size": 152576,
 }
+GLM_5_2_JSON: Mapping[str, Any] = {
+    "architectures": ["GlmMoeDsaForCausalLM"],
+    "model_type": "glm_moe_dsa",
+    "attention_bias": False,
+    "eos_token_id": [154820, 154827, 154829],
+    "first_k_dense_replace": 3,
+    "hidden_act": "silu",
+    "hidden_size": 6144,
+    "index_head_dim": 128,
+    "index_n_heads": 32,
+    "index_skip_topk_offset": 3,
+    "index_topk": 2048,
+    "index_topk_freq": 4,
+    "indexer_rope_interleave": True,
+    "intermediate_size": 12288,
+    "kv_lora_rank": 512,
+    "max_position_embeddings": 1048576,
+    "moe_intermediate_size": 2048,
+    "n_group": 1,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_attention_heads": 64,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 78,
+    "num_key_value_heads": 64,
+    "num_nextn_predict_layers": 1,
+    "q_lora_rank": 2048,
+    "qk_nope_head_dim": 192,
+    "qk_rope_head_dim": 64,
+    "rms_norm_eps": 1e-05,
+    "rope_parameters": {"rope_theta": 8000000, "rope_type": "default"},
+    "routed_scaling_factor": 2.5,
+    "scoring_func": "sigmoid",
+    "tie_word_embeddings": False,
+    "topk_group": 1,
+    "topk_method": "noaux_tc",
+    "v_head_dim": 256,
+    "vocab_size": 154880,
+}
 TINY_GPT_OSS_JSON: Mapping[str, Any] = {
     **GPT_OSS_20B_JSON,
     "eos_token_id": 319,
@@ -418,6 +458,7 @@ GPT_OSS_20B = _of_json(GPT_OSS_20B_JSON, "gpt_oss")
 GPT_OSS_120B = _of_json(GPT_OSS_120B_JSON, "gpt_oss")
 MIMO_V2_FLASH = _of_json(MIMO_V2_FLASH_JSON, "mimo_v2")
 QWEN3_5_9B = _of_json(QWEN3_5_9B_JSON, "qwen3_5")
+GLM_5_2 = _of_json(GLM_5_2_JSON, "glm_moe_dsa")
 TINY_GPT_OSS = _of_json(TINY_GPT_OSS_JSON, "gpt_oss")
 
 

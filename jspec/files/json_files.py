@@ -40,6 +40,8 @@ MOST = {
     "v_head_dim": 2**16,
     **dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim"), 2**16),
     **dict.fromkeys(("kv_lora_rank", "q_lora_rank"), 2**20),
+    **dict.fromkeys(("index_head_dim", "index_n_heads"), 2**16),
+    "index_topk_freq": 1024,
     "moe_intermediate_size": 2**22,
     "share_expert_dim": 2**22,
     "shared_expert_intermediate_size": 2**22,

@@ -14,15 +14,17 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jspec.layers.attention import take_kept
+from jspec.layers.indexer import index_of
 from jspec.layers.linear import Shard, linear
 from jspec.layers.norm import norm
-from jspec.layers.rope import angles_of, grown
+from jspec.layers.rope import angles_of, grown, in_halves
 from jspec.pallas_kernels.kv_write.reference import rotate
 from jspec.pallas_kernels.ops import Ops
 from jspec.spec.model_spec import LatentAttentionSpec
 
-# (queries[T, H, rank + rope], records[T, rank + rope]) -> out[T, H, rank or more]
-AttendLatent = Callable[[jax.Array, jax.Array], jax.Array]
+# (queries[T, H, rank + rope], records[T, rank + rope]) -> out[T, H, rank or more]; with an indexer
+# also `index=Index(...)`
+AttendLatent = Callable[..., jax.Array]
 
 
 def latent_attention(
@@ -45,10 +47,21 @@ def latent_attention(
     """
     del eps
     rank, cos_sin = spec.kv_rank, angles_of(positions, head_dim=spec.rope_dim, rope=spec.rope)
-    found = ops.latent_inputs(params, x, *cos_sin, spec=spec)
-    if found is None:
-        found = _inputs(params, x, positions, *cos_sin, spec=spec, shard=shard, ops=ops)
-    mixed = take_kept(attend(*found), kept)[..., :rank]
+    if spec.indexer is not None:
+        low_rank = _low_rank(params, x, spec=spec, ops=ops)
+        found = _inputs(params, x, low_rank, positions, *cos_sin, spec=spec, shard=shard, ops=ops)
+        own: Any = {"spec": spec.indexer, "ops": ops}
+        index = index_of(params["indexer"], x, low_rank, *cos_sin, **own)
+        mixed = attend(*found, index=index)
+    else:
+        given = ops.latent_inputs(params, x, *cos_sin, spec=spec)
+        if given is None:
+            low_rank = _low_rank(params, x, spec=spec, ops=ops)
+            given = _inputs(
+                params, x, low_rank, positions, *cos_sin, spec=spec, shard=shard, ops=ops
+            )
+        mixed = attend(*given)
+    mixed = take_kept(mixed, kept)[..., :rank]
     heads = ops.latent_outputs(params, mixed, spec=spec)
     if heads is None:
         v_up = params["v_up"]["kernel"].reshape(rank, -1, spec.value_dim)
@@ -56,9 +69,19 @@ def latent_attention(
     return linear(params["out"], heads, ops=ops, reduce=shard)
 
 
+def _low_rank(
+    params: dict[str, Any], x: Float[Array, "T I"], *, spec: LatentAttentionSpec, ops: Ops
+) -> Float[Array, "T R"]:
+    """Return what queries are projected from: x itself without a low-rank projection."""
+    if "q_a" not in params:
+        return x
+    return norm(params["q_a_norm"], linear(params["q_a"], x, ops=ops), eps=spec.norm_eps)
+
+
 def _inputs(
     params: dict[str, Any],
     x: Float[Array, "T I"],
+    low_rank: Float[Array, "T R"],
     positions: Int[Array, "T"],
     cos: Float[Array, "T half"],
     sin: Float[Array, "T half"],
@@ -69,24 +92,16 @@ def _inputs(
 ) -> tuple[Float[Array, "T H D"], Float[Array, "T D"]]:
     """Return the absorbed queries and the tokens' records, which `attend` reads."""
     num_heads, rank = spec.num_heads // shard.size, spec.kv_rank
-    given = x
-    if "q_a" in params:
-        given = norm(params["q_a_norm"], linear(params["q_a"], x, ops=ops), eps=spec.norm_eps)
-    queries = linear(params["q"], given, ops=ops).reshape(-1, num_heads, spec.head_dim)
+    queries = linear(params["q"], low_rank, ops=ops).reshape(-1, num_heads, spec.head_dim)
     queries = grown(queries, positions, spec.growth)
     latent, shared = jnp.split(linear(params["kv_a"], x, ops=ops), (rank,), axis=-1)
     latent = norm(params["kv_a_norm"], latent, eps=spec.norm_eps)
     plain, turned = jnp.split(queries, (spec.nope_dim,), axis=-1)
     if spec.interleaved:
-        turned, shared = _in_halves(turned), _in_halves(shared)
+        turned, shared = in_halves(turned), in_halves(shared)
     k_up = params["k_up"]["kernel"].reshape(rank, num_heads, spec.nope_dim)
     absorbed = jnp.einsum("thd,rhd->thr", plain, k_up)
     return (
         jnp.concatenate((absorbed, rotate(turned, cos, sin)), axis=-1),
         jnp.concatenate((latent, rotate(shared[:, None], cos, sin)[:, 0]), axis=-1),
     )
-
-
-def _in_halves(x: Float[Array, "*b D"]) -> Float[Array, "*b D"]:
-    """Reorder interleaved RoPE pairs of queries and K into halves: [0 1 2 3] -> [0 2 1 3]."""
-    return jnp.concatenate((x[..., 0::2], x[..., 1::2]), axis=-1)

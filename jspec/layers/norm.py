@@ -28,6 +28,7 @@ class Residual:
     x: jax.Array  # [*b, E]
     # [*b, E], not yet added; None before the first layer
     delta: jax.Array | Mixed | PartialSum | None = None
+    selected: jax.Array | None = None  # i32[T, K], by the last indexer (latent_attention/xla.py)
 
     def sum(self) -> jax.Array:
         if self.delta is None:

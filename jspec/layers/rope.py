@@ -74,3 +74,11 @@ def grown(
     periods = (positions // growth.period).astype(jnp.float32)
     factor = (1.0 + growth.beta * jnp.log1p(periods)).astype(queries.dtype)
     return queries * factor[..., None, None]
+
+
+def in_halves(x: Float[Array, "*b D"]) -> Float[Array, "*b D"]:
+    """Order the pairs (0, 1), (2, 3) of neighbours as RoPE's halves: [0 1 2 3] -> [0 2 1 3].
+
+    Scores stay the same, since queries and K are ordered alike.
+    """
+    return jnp.concatenate((x[..., 0::2], x[..., 1::2]), axis=-1)

@@ -35,6 +35,7 @@ from jspec.pallas_kernels.attention.api import AttentionCall, AttentionMetadata,
 from jspec.pallas_kernels.fp8_product.api import Activations, Scaled, values_of
 from jspec.pallas_kernels.kv_write.api import KVScales, Rotation
 from jspec.pallas_kernels.kv_write.reference import rotate
+from jspec.pallas_kernels.latent_attention.xla import Index
 from jspec.pallas_kernels.ops import Ops
 from jspec.spec.cache_entry import Unit
 from jspec.spec.cache_groups import CacheGroup, groups_of_layers
@@ -217,7 +218,7 @@ class LatentAttend:
         settings: LayerSettings,
         scales: KVScales | None = None,
     ) -> None:
-        self.cache = pages
+        self.cache: Any = pages
         self._rows, self._scales = rows, scales
         self._ops, self._rank = settings.ops, spec.kv_rank
         self._call = AttentionCall(
@@ -227,6 +228,36 @@ class LatentAttend:
     def __call__(self, queries: jax.Array, records: jax.Array) -> jax.Array:
         given = (queries, records, self.cache, self._rows, self._call, self._scales)
         out, self.cache = self._ops.attend_latent(*given, rank=self._rank)
+        return out
+
+
+class SparseAttend(LatentAttend):
+    """An `attend` to selected tokens; `selected` is of the last indexer, after the call."""
+
+    def __init__(
+        self,
+        cache: Any,
+        rows: AttentionMetadata,
+        spec: LatentAttentionSpec,
+        settings: LayerSettings,
+        scales: KVScales | None,
+        selected: jax.Array | None,
+    ) -> None:
+        super().__init__(cache, rows, spec, settings, scales)
+        self.selected = selected
+        self._indexer = spec.indexer
+
+    def __call__(
+        self, queries: jax.Array, records: jax.Array, index: Index | None = None
+    ) -> jax.Array:
+        pages, call = self.cache, (self._rows, self._call)
+        if self._indexer is not None:
+            assert index is not None
+            top_k, keys, pages = self._indexer.top_k, self.cache["index"], self.cache["latent"]
+            self.selected, keys = self._ops.select_latents(index, keys, *call, top_k=top_k)
+        given = (queries, records, self.selected, pages, *call, self._scales)
+        out, pages = self._ops.attend_selected(*given, rank=self._rank)
+        self.cache = pages if self._indexer is None else {"latent": pages, "index": keys}
         return out
 
 
@@ -254,12 +285,21 @@ class DeltaAttend:
 
 
 def attend_of(
-    params: Params, cache: Any, rows: AttentionMetadata, spec: Mixer, settings: LayerSettings
+    params: Params,
+    cache: Any,
+    rows: AttentionMetadata,
+    spec: Mixer,
+    settings: LayerSettings,
+    selected: jax.Array | None = None,
 ) -> PagedAttend | LatentAttend | DeltaAttend:
+    """Return a layer's `attend`. selected: by the last layer with an indexer (`Residual`)."""
     if isinstance(spec, DeltaNetSpec):
         return DeltaAttend(cache, rows, settings)
     if isinstance(spec, LatentAttentionSpec):
-        return LatentAttend(cache, rows, spec, settings, kv_scales_of(params))
+        scales = kv_scales_of(params)
+        if spec.is_sparse:
+            return SparseAttend(cache, rows, spec, settings, scales, selected)
+        return LatentAttend(cache, rows, spec, settings, scales)
     return PagedAttend(cache, rows, spec, settings, kv_scales_of(params))
 
 
@@ -286,11 +326,14 @@ def paged_layer(
         params = with_adapters(params, *loras, kept)
     use = None if tokens is None else ExpertUse(tokens.kept(kept))
     params = with_use(params, use)
-    attend = attend_of(params["attention"], cache, rows, spec.attention, settings)
+    own = params["attention"]
+    attend = attend_of(own, cache, rows, spec.attention, settings, stream.selected)
     how: Any = {"spec": spec, "settings": settings, "kept": kept, "token_input": token_input}
     stream = run_layer(params, stream, rows.q_positions, attend, **how)
     if not settings.ops.defers_sums:  # XLA gains nothing, and rounds values leaving an inner jit
         stream = Residual(x=stream.sum())
+    if isinstance(attend, SparseAttend):
+        stream = replace(stream, selected=attend.selected)
     return stream, attend.cache, None if use is None else use.counts
 
 
@@ -460,11 +503,11 @@ def trunk(
     stream, captured = Residual(x=x), []
     for i, layer in enumerate(layers):
         if i in aux_layer_ids:
-            stream = Residual(x=stream.sum())
+            stream = replace(stream, x=stream.sum(), delta=None)
             captured.append(stream.x)
         stream = layer(stream)
     if len(layers) in aux_layer_ids:
-        stream = Residual(x=stream.sum())
+        stream = replace(stream, x=stream.sum(), delta=None)
         captured.append(stream.x)
     aux = jnp.concatenate(captured, axis=-1) if captured else x[..., :0]
     return stream, aux

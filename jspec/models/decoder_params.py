@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from jspec.models.layer_params import (
     attention_params,
@@ -114,8 +115,27 @@ def latent_params(spec: LatentAttentionSpec, *, size: int) -> ParamTable:
         *ups,
         *product(("out",), H * spec.value_dim, (("o_proj", size, 1),), axes=("heads", "embed")),
         *kv_scales(spec),
+        *indexer_params(spec, size=size),
     )
     return prefixed(table, path=("attention",), stored="self_attn.")
+
+
+def indexer_params(spec: LatentAttentionSpec, *, size: int) -> ParamTable:
+    """Declare a layer's indexer under DeepSeek-V3.2's names; every shard has all of it."""
+    indexer, rank = spec.indexer, spec.q_rank
+    if indexer is None or rank is None:
+        return ()
+    H, D = indexer.num_heads, indexer.head_dim
+    bias = Part(name="k_norm.bias", shape=(D,), size=D, form=Form.AS_HELD)
+    (weights,) = product(("weights",), size, (("weights_proj", H, 1),), op=None)
+    table = (
+        *product(("q",), rank, (("wq_b", H * D, 1),)),
+        *product(("k",), size, (("wk", D, 1),)),
+        norm("k_norm", "k_norm", D),
+        ParamSpec(path=("k_norm", "bias"), shape=(D,), layouts=((bias,),), init=Init.ZEROS),
+        replace(weights, format=FLOAT32),  # the published code computes them in float32
+    )
+    return prefixed(table, path=("indexer",), stored="indexer.")
 
 
 def delta_params(spec: DeltaNetSpec, *, size: int) -> ParamTable:

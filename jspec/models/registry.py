@@ -23,7 +23,14 @@ from jspec.models.families import (
     qwen3_next,
     step3p5,
 )
-from jspec.models.families.latent import deepseek_v2, deepseek_v3, glm4_moe_lite, mistral4
+from jspec.models.families.latent import (
+    deepseek_v2,
+    deepseek_v3,
+    deepseek_v32,
+    glm4_moe_lite,
+    glm_moe_dsa,
+    mistral4,
+)
 from jspec.models.family import Family, MtpFamily
 from jspec.models.params import ParamTable
 from jspec.spec.model_spec import ModelSpec
@@ -45,6 +52,8 @@ FAMILIES: list[Family] = [
     glm4_moe_lite.FAMILY,
     deepseek_v2.FAMILY,
     deepseek_v3.FAMILY,
+    deepseek_v32.FAMILY,
+    glm_moe_dsa.FAMILY,
     minimax_m2.FAMILY,
     gemma4.FAMILY,
 ]
@@ -79,9 +88,7 @@ LLAMA4 = (
 )
 # Known architectures that are refused, and the missing features.
 NOT_BUILT: dict[str, str] = {
-    "DeepseekV32ForCausalLM": "the indexer of sparse attention (DeepSeek-V3.2)",
     "DeepseekV4ForCausalLM": "compressed sparse attention and hyper-connections (DeepSeek-V4)",
-    "GlmMoeDsaForCausalLM": "the indexer of sparse attention (GLM-5)",
     "KimiLinearForCausalLM": "delta attention (Kimi Linear)",
     "KimiK3ForConditionalGeneration": "delta attention and sparse attention (Kimi-K3)",
     "Glm5NextForConditionalGeneration": "delta attention and sparse attention (GLM-5.3-Flash)",

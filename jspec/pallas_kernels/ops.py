@@ -34,6 +34,8 @@ from jspec.pallas_kernels.kv_write.reference import (
     scaled_queries,
 )
 from jspec.pallas_kernels.latent_attention import reference as latent_attention
+from jspec.pallas_kernels.latent_attention import xla as sparse
+from jspec.pallas_kernels.latent_attention.xla import Index
 from jspec.pallas_kernels.sample import reference as sample
 from jspec.spec.model_spec import Gate, LatentAttentionSpec, MoESpec
 
@@ -159,6 +161,50 @@ class Ops:
         check_call(q, pages, rows, call)
         pages = latent_attention.write_new(records, pages, rows, call, scales)
         out = self.attend_written(q, pages, rows, call, scales=scales)
+        return out[..., : q.shape[-1]], pages
+
+    def select_latents(
+        self,
+        index: Index,
+        keys: Float[Array, "NP S D"],
+        rows: AttentionMetadata,
+        call: AttentionCall,
+        *,
+        top_k: int,
+    ) -> tuple[Int[Array, "T K"] | None, Float[Array, "NP S D"]]:
+        """Write the index keys, then select slots, as latent_attention/xla.py specifies."""
+        keys = latent_attention.write_new(index.keys, keys, rows, call)
+        per_row = call.queries_per_row
+        return sparse.select(index, keys, rows, queries_per_row=per_row, top_k=top_k), keys
+
+    def attend_selected(
+        self,
+        q: Float[Array, "T H Dq"],
+        records: Float[Array, "T Dq"],
+        selected: Int[Array, "T K"] | None,
+        pages: Float[Array, "NP S D"],
+        rows: AttentionMetadata,
+        call: AttentionCall,
+        scales: KVScales | None = None,
+        *,
+        rank: int,
+    ) -> tuple[Float[Array, "T H Dv"], Float[Array, "NP S D"]]:
+        """Apply `attend_latent` to what `select_latents` selected."""
+        if selected is None:
+            return self.attend_latent(q, records, pages, rows, call, scales, rank=rank)
+        check_call(q, pages, rows, call)
+        pages = latent_attention.write_new(records, pages, rows, call, scales)
+        how: Any = {"queries_per_row": call.queries_per_row, "scale": call.scale}
+
+        def attend_to_all() -> jax.Array:
+            return Ops.attend_written(self, q, pages, rows, call, scales=scales)
+
+        def attend_to_some() -> jax.Array:
+            out = sparse.attend(scaled_queries(q, scales), selected, pages, rows, **how)
+            return scaled_outputs(out, scales, q.dtype)
+
+        is_all = sparse.all_selected(rows, top_k=selected.shape[1])
+        out = jax.lax.cond(is_all, attend_to_all, attend_to_some)
         return out[..., : q.shape[-1]], pages
 
     def latent_inputs(

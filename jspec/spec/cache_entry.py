@@ -91,12 +91,14 @@ class Latent:
     """The latent vector of one token, from which all heads' K and V follow (MLA, DeepSeek-V2).
 
     A pool is [num_pages, page_size, rank + rope_dim]: the normed latent, then the rotated part of K
-    that all heads share. Every shard has all of it.
+    that all heads share. A layer with an indexer has a second one [num_pages, page_size,
+    index_dim] for the tokens' index keys, in the engine's dtype. Every shard has all of both.
     """
 
     rank: int
     rope_dim: int
-    dtype: str | None = None  # None: the engine's
+    dtype: str | None = None  # of latents; None: the engine's
+    index_dim: int = 0  # 0: no indexer
 
     def __post_init__(self) -> None:
         check_sizes(rank=self.rank, rope_dim=self.rope_dim)
@@ -106,8 +108,14 @@ class Latent:
         return Unit.PAGE
 
     def arrays(self, num_units: int, layout: CacheLayout) -> Mapping[str, CacheArray]:
-        shape = (num_units, layout.page_size, layout.width(self.rank + self.rope_dim))
-        return {"latent": CacheArray(shape, self.dtype or layout.dtype, ("units", None, "latent"))}
+        def records(size: int, dtype: str) -> CacheArray:
+            shape = (num_units, layout.page_size, layout.width(size))
+            return CacheArray(shape, dtype, ("units", None, "latent"))
+
+        latent = records(self.rank + self.rope_dim, self.dtype or layout.dtype)
+        if not self.index_dim:
+            return {"latent": latent}
+        return {"latent": latent, "index": records(self.index_dim, layout.dtype)}
 
 
 class Record(NamedTuple):

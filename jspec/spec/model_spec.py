@@ -91,6 +91,30 @@ class AttentionSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class IndexerSpec:
+    """The indexer of DeepSeek Sparse Attention (DSA, DeepSeek-V3.2), which selects tokens.
+
+    A token's score is the sum over num_heads of weight * relu(index query . index key). A query
+    attends to the top_k tokens with the highest scores, of those that it sees; the token at the
+    lower position wins ties. Queries follow from the low-rank queries of the attention.
+
+    head_dim: of index queries and of the one index key of a token, which is cached.
+    interleaved: RoPE, on the leading numbers of a head, turns pairs of neighbours.
+    norm_eps: of the keys' LayerNorm, which the published code does not take from config.json.
+    """
+
+    num_heads: int
+    head_dim: int
+    top_k: int
+    interleaved: bool = False
+    norm_eps: float = 1e-6
+
+    def __post_init__(self) -> None:
+        if self.top_k < 1:
+            raise ConfigError(f"index_topk is {self.top_k}; expected at least 1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LatentAttentionSpec(AttentionSpec):
     """Multi-head latent attention (MLA) of one layer: heads whose K and V follow from a latent.
 
@@ -102,6 +126,8 @@ class LatentAttentionSpec(AttentionSpec):
     q_rank: int | None = None  # of the queries' low-rank projection; None: a full one
     interleaved: bool = False  # RoPE rotates neighboring pairs, not pairs of the two halves
     norm_eps: float = 1e-6  # of the low-rank norms; the published code has it as a constant
+    indexer: IndexerSpec | None = None  # selects the tokens to attend to; None: all
+    reuses_selection: bool = False  # attends to what the last layer with an indexer selected
 
     def __post_init__(self) -> None:
         AttentionSpec.__post_init__(self)
@@ -121,6 +147,27 @@ class LatentAttentionSpec(AttentionSpec):
                 "latent attention has a window, gate, sinks, norms of heads, a bias or a value "
                 "scale; expected none of these"
             )
+        if self.indexer is not None:
+            self._check_indexer(self.indexer)
+
+    def _check_indexer(self, indexer: IndexerSpec) -> None:
+        if self.q_rank is None:
+            raise ConfigError(
+                "q_lora_rank is missing; expected one: an indexer reads the low-rank queries"
+            )
+        if indexer.head_dim < self.rope_dim:
+            raise ConfigError(
+                f"index_head_dim is {indexer.head_dim}; expected at least {self.rope_dim}, the "
+                "numbers that RoPE turns"
+            )
+        if self.reuses_selection:
+            raise ConfigError(
+                "a layer has an indexer and reuses a selection; expected one of the two"
+            )
+
+    @property
+    def is_sparse(self) -> bool:
+        return self.indexer is not None or self.reuses_selection
 
     @property
     def nope_dim(self) -> int:
@@ -133,7 +180,8 @@ class LatentAttentionSpec(AttentionSpec):
 
     @property
     def cache_entry(self) -> CacheEntry:
-        return Latent(self.kv_rank, self.rope_dim, self.kv_dtype)
+        index_dim = 0 if self.indexer is None else self.indexer.head_dim
+        return Latent(self.kv_rank, self.rope_dim, self.kv_dtype, index_dim)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -194,10 +194,10 @@ def commit_path(
     for (space, entry), own in kinds.items():
         table = rows.page_table if space is None else rows.window_tables[space]
         commit = ops.commit_latent if entry is Latent else ops.commit
-        of_kind = tuple(kv[i] for i in own)
-        moved = commit(of_kind, table, rows.seq_lens, node_path, num_accepted)
-        for i, pages in zip(own, moved, strict=True):
-            caches[i] = pages
+        of_kind, by_layer = jax.tree.flatten([kv[i] for i in own])
+        moved = commit(tuple(of_kind), table, rows.seq_lens, node_path, num_accepted)
+        for i, cache in zip(own, jax.tree.unflatten(by_layer, moved), strict=True):
+            caches[i] = cache
     return tuple(caches)
 
 

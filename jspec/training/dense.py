@@ -231,6 +231,11 @@ def forward(
 
     def attend_in(layer: LayerSpec) -> Callable[..., jax.Array]:
         if isinstance(layer.attention, LatentAttentionSpec):
+            if layer.attention.is_sparse:
+                raise ConfigError(
+                    "the target has sparse attention (index_topk); expected another family: the "
+                    "forward that trains drafts attends to all tokens"
+                )
             return _attend_latent(layer.attention, token_ids.shape)
         if isinstance(layer, SandwichSpec):
             raise ConfigError(

@@ -42,6 +42,7 @@ from jax.experimental import topologies
 from jax.sharding import Mesh
 
 from benchmarks.workloads import (
+    GLM_5_2,
     GPT_OSS_20B,
     LLAMA_1B,
     LLAMA_8B,
@@ -114,6 +115,7 @@ MODELS = {
     "gpt-oss-20b": GPT_OSS_20B,
     "mimo-v2-flash": MIMO_V2_FLASH,
     "qwen3.5-9b": QWEN3_5_9B,
+    "glm-5.2": GLM_5_2,
 }
 ALGORITHMS = {
     "eagle3": Algorithm.EAGLE3,

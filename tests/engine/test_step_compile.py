@@ -36,6 +36,7 @@ from benchmarks.tpu_programs import (
     hybrid,
     multi_layer,
     run_job,
+    sparse,
 )
 from benchmarks.workloads import WORKLOADS
 from jspec.pallas_kernels.attention.tpu import MAX_QUERIES_PER_ROW
@@ -172,6 +173,20 @@ def test_a_hybrid_target_and_its_layer_compile_for_a_tpu(job: Job) -> None:
     found = run_job(job, timeout=TIMEOUT, environment=LEAST_EFFORT)
     assert (found["program"], found["layers"]) == (job.program, job.layers)
     assert found["kernels"] >= 2, "a layer with attention without a Mosaic kernel"
+    assert (found["pool_copies"], found["weight_copies"]) == ([], [])
+    assert found["device_bytes"] < found["hbm_bytes"]
+    assert found["pool_bytes"] > found["hbm_bytes"] / 3
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.timeout(2 * TIMEOUT + 60)
+@needs_compiler
+@pytest.mark.parametrize("job", sparse(), ids=str)
+def test_sparse_attention_compiles_for_a_tpu(job: Job) -> None:
+    """Pools of latents and of index keys stay where they are; nothing here has a kernel."""
+    found = run_job(job, timeout=TIMEOUT, environment=LEAST_EFFORT)
+    assert (found["program"], found["layers"]) == (job.program, job.layers)
     assert (found["pool_copies"], found["weight_copies"]) == ([], [])
     assert found["device_bytes"] < found["hbm_bytes"]
     assert found["pool_bytes"] > found["hbm_bytes"] / 3

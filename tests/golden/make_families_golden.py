@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +24,8 @@ from transformers import (
     DeepseekV2ForCausalLM,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    DeepseekV32Config,
+    DeepseekV32ForCausalLM,
     Gemma4ForCausalLM,
     Gemma4TextConfig,
     Gemma4UnifiedForCausalLM,
@@ -31,6 +34,8 @@ from transformers import (
     Glm4MoeForCausalLM,
     Glm4MoeLiteConfig,
     Glm4MoeLiteForCausalLM,
+    GlmMoeDsaConfig,
+    GlmMoeDsaForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
     MiMoV2FlashConfig,
@@ -65,6 +70,8 @@ NUM_TOKENS = 24  # three times the windows
 WINDOW = 8
 NUM_GREEDY = 220  # ids that a model writes by itself, many windows long
 MIN_GAP = 1e-3  # between the two best logits: far above the effect of summation order
+INDEX_TOPK = 7  # tokens that sparse attention selects
+MIN_INDEX_GAP = 5e-6  # between the scores of the last one selected and the next
 
 COMMON = {
     "vocab_size": 48,
@@ -299,6 +306,75 @@ def latent_models() -> dict[str, PreTrainedModel]:
             Glm4MoeLiteConfig(**lite | one_group | {"v_head_dim": 12})
         ),
     }
+
+
+LATENT = {
+    "num_key_value_heads": 4,
+    "num_hidden_layers": 3,
+    "kv_lora_rank": 10,
+    "q_lora_rank": 14,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 8,
+}
+
+
+def sparse_models() -> dict[str, PreTrainedModel]:
+    """DeepSeek-V3.2 with YaRN and groups of experts; GLM-5, whose second layer attends to what the
+    first one's indexer selected.
+    """
+    torch.manual_seed(9)
+    indexer = {"index_topk": INDEX_TOPK, "index_head_dim": 6, "index_n_heads": 8}
+    yarn = {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 40.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 16,
+    }
+    common = COMMON | LATENT | indexer | {"first_k_dense_replace": 1}
+    return {
+        "deepseek_v32": DeepseekV32ForCausalLM(
+            DeepseekV32Config(**common, n_group=4, topk_group=2, rope_parameters=yarn)
+        ),
+        "glm_moe_dsa": GlmMoeDsaForCausalLM(
+            GlmMoeDsaConfig(**common, indexer_types=["full", "shared", "full"])
+        ),
+    }
+
+
+@contextmanager
+def watched_indexers() -> Iterator[list[float]]:
+    """Yield a list that gets the gap in scores after every query's last selected token."""
+    gaps: list[float] = []
+    topk = torch.Tensor.topk
+
+    def watched(scores: torch.Tensor, k: int, *args: object, **options: object) -> object:
+        if k == INDEX_TOPK and scores.shape[-1] > k:
+            best = topk(scores, k + 1).values
+            seen = best[..., k] > -1e30
+            gaps.extend((best[..., k - 1] - best[..., k])[seen].tolist())
+        return topk(scores, k, *args, **options)
+
+    torch.Tensor.topk = watched
+    try:
+        yield gaps
+    finally:
+        torch.Tensor.topk = topk
+
+
+def write_sparse() -> None:
+    with watched_indexers() as gaps:
+        write(sparse_models())
+    print("index gap", min(gaps), "of", len(gaps))
+    assert min(gaps) > MIN_INDEX_GAP, "a selection comes near a tie: choose another seed"
 
 
 def spanning_models() -> dict[str, PreTrainedModel]:
@@ -585,6 +661,7 @@ def main() -> None:
         write(made())
     write(growing_models())
     write(sandwich_models())
+    write_sparse()
 
 
 @torch.no_grad()

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from jspec.layers.rope import inverse_frequencies
-from jspec.spec.model_spec import DeltaNetSpec, LatentAttentionSpec
+from jspec.spec.model_spec import DeltaNetSpec, IndexerSpec, LatentAttentionSpec
 
 EPS = 1e-6  # of the layer's norms and of l2 norms
 F64 = npt.NDArray[np.float64]
@@ -33,12 +33,36 @@ def latent_reference(spec: LatentAttentionSpec, params: Any, x: F64) -> F64:
     k = np.concatenate((plain, of_all), -1)
     v = (latent @ w["v_up"]["kernel"]).reshape(size, H, -1)
     scores = np.einsum("qhd,khd->hqk", q, k) * spec.softmax_scale
-    scores = np.where(np.tril(np.ones((size, size), bool)), scores, -np.inf)
+    seen = np.tril(np.ones((size, size), bool))
+    if spec.indexer is not None:
+        seen &= selected(spec.indexer, w["indexer"], x, given, angle)
+    scores = np.where(seen, scores, -np.inf)
     weights = np.exp(scores - scores.max(-1, keepdims=True))
     weights /= weights.sum(-1, keepdims=True)
     mixed = np.einsum("hqk,khv->qhv", weights, v).reshape(size, -1)
     out: F64 = mixed @ w["out"]["kernel"]
     return out
+
+
+def selected(spec: IndexerSpec, w: Any, x: F64, given: F64, angle: F64) -> npt.NDArray[np.bool_]:
+    """Return bool[T, T]: whether a query's indexer selects a token. given: the low-rank queries."""
+    rope = 2 * angle.shape[-1]
+
+    def rotated(heads: F64) -> F64:
+        leading = heads[..., :rope]
+        if spec.interleaved:
+            leading = np.concatenate((leading[..., 0::2], leading[..., 1::2]), -1)
+        return np.concatenate((turned(leading, angle), heads[..., rope:]), -1)
+
+    q = rotated((given @ w["q"]["kernel"]).reshape(len(x), spec.num_heads, -1))
+    k = x @ w["k"]["kernel"]
+    k = normed(k - k.mean(-1, keepdims=True)) * w["k_norm"]["scale"] + w["k_norm"]["bias"]
+    heights = np.maximum(np.einsum("qhd,kd->qhk", q, rotated(k[:, None])[:, 0]), 0)
+    scores = np.einsum("qhk,qh->qk", heights, x @ w["weights"]["kernel"])
+    found = np.zeros(scores.shape, bool)
+    for t, own in enumerate(scores):
+        found[t, np.argsort(-own[: t + 1], kind="stable")[: spec.top_k]] = True
+    return found
 
 
 def delta_reference(spec: DeltaNetSpec, params: Any, x: F64) -> F64:

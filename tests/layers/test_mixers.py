@@ -26,7 +26,7 @@ from jspec.models.placement import init_params, nested
 from jspec.pallas_kernels.delta_rule import reference
 from jspec.pallas_kernels.delta_rule.reference import CARRIED, load_snapshots, save_snapshots
 from jspec.pallas_kernels.ops import Ops, ReferenceOps
-from jspec.spec.model_spec import DeltaNetSpec, LatentAttentionSpec, Mixer
+from jspec.spec.model_spec import DeltaNetSpec, IndexerSpec, LatentAttentionSpec, Mixer
 from tests.layers.mixer_reference import delta_reference, latent_reference
 from tests.layers.mixer_rows import (
     CHUNK,
@@ -50,6 +50,19 @@ SPECS: dict[str, tuple[Mixer, Reference]] = {
     "latent_full_queries": (
         LatentAttentionSpec(
             num_heads=2, num_kv_heads=2, head_dim=6, v_dim=6, rotary_dim=2, kv_rank=5, scale=0.3
+        ),
+        latent_reference,
+    ),
+    "sparse": (
+        LatentAttentionSpec(
+            num_heads=3,
+            num_kv_heads=3,
+            head_dim=10,
+            v_dim=6,
+            rotary_dim=4,
+            kv_rank=8,
+            q_rank=7,
+            indexer=IndexerSpec(num_heads=3, head_dim=6, top_k=5, interleaved=True),
         ),
         latent_reference,
     ),
@@ -107,6 +120,17 @@ def test_any_history_gives_the_definition(
             rows.chunk([min(n, LENGTH - told) for n, told in zip(what, rows.told, strict=True)])
         elif isinstance(what, int):
             rows.verify(what, topk=1 if kind == "chain" else 2, dead=dead)
+
+
+def test_every_node_of_a_tree_selects_on_its_own_path() -> None:
+    """Its output is that of a fresh sequence of its path, also if rows have few tokens."""
+    rows = Rows(mixed_of("sparse"), seed=4, page_size=4)
+    rows.chunk((11, 2, 3))
+    rows.verify(7, topk=2)
+    rows.verify(7, topk=2, dead=(1,))
+    rows.restart(0)
+    rows.chunk((3, 9, 2))
+    rows.verify(3, topk=1)
 
 
 @pytest.mark.slow

@@ -47,6 +47,8 @@ FAMILY_CHECKPOINTS = (
     "deepseek_v3",
     "kimi_k2",
     "glm4_moe_lite",
+    "deepseek_v32",
+    "glm_moe_dsa",
     "minimax_m2",
     "mistral4",
     "ministral3",

@@ -177,15 +177,22 @@ def test_every_code_is_the_number_that_ml_dtypes_makes_of_it(tmp_path: Path) -> 
 
 
 @pytest.mark.slow_cases("mimo_v2]", "step3p5]")
-@pytest.mark.parametrize("family", ["mimo_v2", "step3p5", "deepseek_v3", "qwen3_next", "qwen3_5"])
+@pytest.mark.parametrize("family", ["mimo_v2", "step3p5", "deepseek_v32", "qwen3_next", "qwen3_5"])
 def test_a_target_and_its_own_layers_are_those_of_the_unpacked_file(
     family: str, tmp_path: Path
 ) -> None:
-    """With MTP layers; attention's `o_proj` stays unpacked, as in the published files."""
-    block = (8, 8)
+    """With MTP layers; attention's `o_proj` stays unpacked, as in the published files, and so do an
+    indexer's weights of heads.
+    """
+    block, unpacked = (8, 8), ("o_proj", "weights_proj")
+
+    def is_packed(name: str) -> bool:
+        is_product = any(part in name for part in ("proj", "indexer.wq_b", "indexer.wk"))
+        return is_product and not any(part in name for part in unpacked)
+
     packed, plain = tmp_path / "packed", tmp_path / "plain"
     write_checkpoint(packed, CONFIGS[family])
-    to_fp8(packed, block, is_packed=lambda name: "proj" in name and "o_proj" not in name)
+    to_fp8(packed, block, is_packed=is_packed)
     shutil.copytree(packed, plain)
     unpack(plain, block)
     assert load_model_spec(packed) == load_model_spec(plain)

@@ -66,6 +66,7 @@ FIRST = {  # prefix of the first layer's names
     "qwen3_next": "mtp.layers.0.",
     "qwen3_5": "mtp.layers.0.",
     "deepseek_v3": "model.layers.2.",
+    "deepseek_v32": "model.layers.2.",
 }
 
 

@@ -17,13 +17,14 @@ from jspec.models.registry import family_named, table_of
 from jspec.spec.cache_entry import Latent
 from jspec.spec.model_spec import (
     DenseSpec,
+    IndexerSpec,
     LatentAttentionSpec,
     ModelSpec,
     MoESpec,
     Routing,
 )
 from jspec.spec.rope import RopeConfig, YarnConfig
-from tests.speculative.mtp_checkpoints import DEEPSEEK_V3
+from tests.speculative.mtp_checkpoints import DEEPSEEK_V3, DEEPSEEK_V32
 
 KIMI_K2 = DEEPSEEK_V3 | {
     "model_type": "kimi_k2",
@@ -97,7 +98,35 @@ GLM_4_7_FLASH = {
     "v_head_dim": 256,
     "vocab_size": 154880,
 }
-CONFIGS = [DEEPSEEK_V3, KIMI_K2, MOONLIGHT, V2_LITE, GLM_4_7_FLASH]
+GLM_5 = {
+    **{name: value for name, value in DEEPSEEK_V32.items() if name != "rope_theta"},
+    "architectures": ["GlmMoeDsaForCausalLM"],
+    "model_type": "glm_moe_dsa",
+    "hidden_size": 6144,
+    "index_n_heads": 32,
+    "indexer_rope_interleave": True,
+    "intermediate_size": 12288,
+    "max_position_embeddings": 202752,
+    "n_group": 1,
+    "num_attention_heads": 64,
+    "num_hidden_layers": 78,
+    "num_key_value_heads": 64,
+    "q_lora_rank": 2048,
+    "qk_nope_head_dim": 192,
+    "rms_norm_eps": 1e-5,
+    "rope_parameters": {"rope_theta": 1000000, "rope_type": "default"},
+    "rope_scaling": None,
+    "topk_group": 1,
+    "v_head_dim": 256,
+    "vocab_size": 154880,
+}
+GLM_5_2 = GLM_5 | {
+    "index_share_for_mtp_iteration": True,
+    "index_skip_topk_offset": 3,
+    "index_topk_freq": 4,
+    "rope_parameters": {"rope_theta": 8000000, "rope_type": "default"},
+}
+CONFIGS = [DEEPSEEK_V3, KIMI_K2, MOONLIGHT, V2_LITE, GLM_4_7_FLASH, DEEPSEEK_V32, GLM_5, GLM_5_2]
 
 
 def read(path: Path, values: dict[str, Any]) -> ModelSpec:
@@ -148,7 +177,7 @@ def test_deepseek_v3(tmp_path: Path) -> None:
 
 
 def test_the_others_have_other_numbers(tmp_path: Path) -> None:
-    kimi, moonlight, lite, glm = (read(tmp_path, config) for config in CONFIGS[1:])
+    kimi, moonlight, lite, glm = (read(tmp_path, config) for config in CONFIGS[1:5])
     own = kimi.layers[0].attention
     assert isinstance(own, LatentAttentionSpec)
     assert own.rope.yarn == YarnConfig(
@@ -184,6 +213,33 @@ def test_the_others_have_other_numbers(tmp_path: Path) -> None:
     assert layer.layer.layers == glm.layers[-1:]
 
 
+def test_families_with_an_indexer(tmp_path: Path) -> None:
+    """GLM-5.2 has one in 21 of 78 layers; the layer for multi-token prediction has its own."""
+    deepseek, glm, sharing = (read(tmp_path, config) for config in CONFIGS[5:])
+    dense = read(tmp_path, DEEPSEEK_V3).layers[0].attention
+    own = deepseek.layers[0].attention
+    assert isinstance(own, LatentAttentionSpec)
+    assert own.indexer == IndexerSpec(num_heads=64, head_dim=128, top_k=2048)
+    assert dataclasses.replace(own, indexer=None) == dense
+    assert own.cache_entry == Latent(512, 64, index_dim=128)
+    shapes = {weight.path: weight.shape for weight in table_of(deepseek)}
+    assert shapes["layers", 0, "attention", "indexer", "q", "kernel"] == (1536, 64 * 128)
+    own = glm.layers[0].attention
+    assert isinstance(own, LatentAttentionSpec)
+    assert own.indexer == IndexerSpec(num_heads=32, head_dim=128, top_k=2048, interleaved=True)
+    assert {layer.attention for layer in glm.layers} == {own}
+    indexed = [i for i, layer in enumerate(sharing.layers) if layer.attention.cache_entry.index_dim]
+    assert indexed == [0, 1, *range(2, 78, 4)]
+    for config, spec in ((DEEPSEEK_V32, deepseek), (GLM_5_2, sharing)):
+        family = family_named(spec.family)
+        assert family.mtp is not None
+        layer = family.mtp.read(Fields(tmp_path / "config.json", config), spec)
+        assert layer.layer.layers[0].attention == spec.layers[0].attention
+    listed = {"index_topk_freq": None, "indexer_types": ["full", *["shared"] * 77]}
+    lettered = {"index_topk_freq": None, "index_topk_pattern": "F" + "S" * 77}
+    assert read(tmp_path, GLM_5_2 | listed) == read(tmp_path, GLM_5_2 | lettered)
+
+
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config["model_type"])
 def test_written_configs_read_back(config: dict[str, Any], tmp_path: Path) -> None:
     spec = read(tmp_path, config)
@@ -193,7 +249,7 @@ def test_written_configs_read_back(config: dict[str, Any], tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("config", "changes", "message"),
     [
-        (DEEPSEEK_V3, {"index_topk": 2048}, "index_topk is 2048; expected no such key: the index"),
+        (DEEPSEEK_V3, {"index_topk": 2048}, "index_topk is 2048; expected no such key: this fam"),
         (DEEPSEEK_V3, {"attention_bias": True}, "attention_bias is True; expected False"),
         (DEEPSEEK_V3, {"scoring_func": "softmax"}, "scoring_func is 'softmax'; expected 'sigmoid'"),
         (DEEPSEEK_V3, {"topk_method": "greedy"}, "topk_method is 'greedy'; expected 'noaux_tc'"),
@@ -214,16 +270,16 @@ def test_written_configs_read_back(config: dict[str, Any], tmp_path: Path) -> No
             {"mlp_layer_types": ["sparse", "dense"]},
             "mlp_layer_types is .*; expected 47 entries, 'dense' ones before 'sparse' ones",
         ),
-        (
-            DEEPSEEK_V3,
-            {"architectures": ["DeepseekV32ForCausalLM"]},
-            "known and not built: the indexer of sparse attention",
-        ),
-        (
-            DEEPSEEK_V3,
-            {"architectures": ["GlmMoeDsaForCausalLM"]},
-            "known and not built: the indexer of sparse attention",
-        ),
+        (DEEPSEEK_V32, {"index_topk_freq": 4}, "index_topk_freq is 4; expected 1"),
+        (DEEPSEEK_V32, {"index_topk_pattern": "FS"}, "index_topk_pattern is 'FS'; expected no"),
+        (DEEPSEEK_V32, {"indexer_types": ["shared"]}, "indexer_types is .*; expected 'full' only"),
+        (DEEPSEEK_V32, {"q_lora_rank": None}, "q_lora_rank is missing; expected one: an indexer"),
+        (DEEPSEEK_V32, {"index_head_dim": 32}, "index_head_dim is 32; expected at least 64"),
+        (DEEPSEEK_V32, {"rope_interleave": False}, "rope_interleave is False; expected True"),
+        (DEEPSEEK_V32, {"layer_types": ["full_attention"]}, "expected 'indexed_attention' only"),
+        (GLM_5_2, {"index_kpool": 4}, "index_kpool is 4; expected no such key"),
+        (GLM_5_2, {"indexer_types": ["shared"] * 78}, "expected 78 entries, .* the first 'full'"),
+        (GLM_5_2, {"index_topk_pattern": "FX"}, "expected 78 entries, 'full' or 'shared'"),
     ],
 )
 def test_what_is_not_served_is_refused(

@@ -24,6 +24,7 @@ from jspec.spec.model_spec import (
     FeedForward,
     Gate,
     HeadGate,
+    IndexerSpec,
     LatentAttentionSpec,
     LayerSpec,
     Mixer,
@@ -148,6 +149,21 @@ def deepseek_v3() -> Layers:
     return ((own, DENSE), (own, moe))
 
 
+def deepseek_v32() -> Layers:
+    """A few tokens are selected, also with equal scores: one index head of either sign."""
+    own = latent(q_rank=14, indexer=IndexerSpec(num_heads=1, head_dim=6, top_k=5))
+    moe = dataclasses.replace(SHARED, num_groups=2, top_groups=1)
+    return ((own, DENSE), (own, moe))
+
+
+def glm_moe_dsa() -> Layers:
+    """The second layer attends to what the first selected."""
+    indexer = IndexerSpec(num_heads=4, head_dim=8, top_k=6, interleaved=True)
+    own = latent(q_rank=14, v_dim=12, indexer=indexer)
+    reader = latent(q_rank=14, v_dim=12, reuses_selection=True)
+    return ((own, DENSE), (reader, SHARED))
+
+
 def glm4_moe_lite() -> Layers:
     own = latent(q_rank=14, v_dim=12)
     return ((own, DENSE), (own, SHARED))
@@ -191,6 +207,8 @@ LAYERS: dict[str, Callable[[], Layers]] = {
     "glm4_moe_lite": glm4_moe_lite,
     "deepseek_v2": deepseek_v2,
     "deepseek_v3": deepseek_v3,
+    "deepseek_v32": deepseek_v32,
+    "glm_moe_dsa": glm_moe_dsa,
     "minimax_m2": minimax_m2,
     "mistral4": mistral4,
     "gemma4": gemma4,

@@ -6,6 +6,7 @@ import dataclasses
 
 from jspec.spec.cache_entry import FP8
 from jspec.spec.model_spec import (
+    IndexerSpec,
     LatentAttentionSpec,
     LayerSpec,
     Mixer,
@@ -35,6 +36,8 @@ LATENT = LatentAttentionSpec(
         theta=1000.0, factor=4.0, original_max_position=64, yarn=YarnConfig(attention_factor=1.1)
     ),
 )
+SPARSE = dataclasses.replace(LATENT, indexer=IndexerSpec(num_heads=3, head_dim=6, top_k=9))
+READER = dataclasses.replace(LATENT, reuses_selection=True)
 
 
 def target_with(*mixers: Mixer) -> ModelSpec:
@@ -46,7 +49,9 @@ def target_with(*mixers: Mixer) -> ModelSpec:
 
 MIXER_TARGETS: dict[str, ModelSpec] = {
     "latent": target_with(LATENT, dataclasses.replace(LATENT, q_rank=None)),
+    "sparse": target_with(SPARSE, READER, SPARSE),
     "hybrid": target_of("qwen3_next"),
     "all_kinds": target_with(LATENT, DELTA_NET, attention(WINDOW), DELTA_NET),
 }
+MIXER_TARGETS["sparse_fp8"] = cached_in(MIXER_TARGETS["sparse"], FP8)
 MIXER_TARGETS["all_kinds_fp8"] = cached_in(MIXER_TARGETS["all_kinds"], FP8)

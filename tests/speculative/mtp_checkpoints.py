@@ -392,6 +392,14 @@ TINY_DEEPSEEK = {
     "topk_group": 2,
     "v_head_dim": 6,
 }
+DEEPSEEK_V32 = DEEPSEEK_V3 | {
+    "architectures": ["DeepseekV32ForCausalLM"],
+    "model_type": "deepseek_v32",
+    "index_head_dim": 128,
+    "index_n_heads": 64,
+    "index_topk": 2048,
+}
+TINY_INDEXER = {"index_head_dim": 6, "index_n_heads": 4, "index_topk": 5}
 CONFIGS = {
     "mimo": MIMO_7B | TINY,
     "mimo_v2": MIMO_V2_FLASH | TINY_V2,
@@ -400,6 +408,7 @@ CONFIGS = {
     "qwen3_next": QWEN3_NEXT_80B | TINY_NEXT,
     "qwen3_5": QWEN3_5_27B | {"text_config": QWEN3_5_27B["text_config"] | TINY_TEXT},
     "deepseek_v3": DEEPSEEK_V3 | TINY_DEEPSEEK,
+    "deepseek_v32": DEEPSEEK_V32 | TINY_DEEPSEEK | TINY_INDEXER,
 }
 STEPS = 3  # as published, and the default
 

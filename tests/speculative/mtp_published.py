@@ -30,6 +30,10 @@ LATENT = tuple(
         *("kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj"),
     )
 )
+INDEXER = (
+    *(f"indexer.{name}.weight" for name in ("wq_b", "wk", "k_norm", "weights_proj")),
+    "indexer.k_norm.bias",
+)
 MLP = ("gate_proj.weight", "up_proj.weight", "down_proj.weight")
 EXPERTS = tuple(f"experts.{e}.{part}" for e in range(6) for part in MLP)
 MIXTURE = ("gate.weight", "gate.e_score_correction_bias", *EXPERTS)
@@ -213,6 +217,16 @@ PUBLISHED = {
         first=after_the_target,
         names={"final_layernorm": "shared_head.norm"},
         attention=LATENT,
+        mlp=(*MIXTURE, *(f"shared_experts.{part}" for part in MLP)),
+        recurrent=True,
+        feeds_normed=True,
+        make=deepseek_layers,
+    ),
+    "deepseek_v32": Published(
+        prefix="model.layers.{}.",
+        first=after_the_target,
+        names={"final_layernorm": "shared_head.norm"},
+        attention=(*LATENT, *INDEXER),
         mlp=(*MIXTURE, *(f"shared_experts.{part}" for part in MLP)),
         recurrent=True,
         feeds_normed=True,

@@ -1,4 +1,4 @@
-"""DeepSeek-V3 with its own layer for multi-token prediction in an ordinary Engine, from its files.
+"""DeepSeek-V3 and V3.2 with their own layer for multi-token prediction in an ordinary Engine.
 
 Its text is the one that plain decoding would give, by rescoring: after a cached prefix, and after
 the weights of both were replaced in place.
@@ -34,10 +34,13 @@ def check_texts(engine: Engine, rescorer: Rescorer, prompt: str) -> list[int]:
 
 
 @pytest.mark.slow
-def test_an_engine_serves_a_target_with_latents_and_its_own_layer(tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["deepseek_v3", "deepseek_v32"])
+def test_an_engine_serves_a_target_with_latents_and_its_own_layer(
+    family: str, tmp_path: Path
+) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
-    write_checkpoint(first, CONFIGS["deepseek_v3"])
-    write_checkpoint(second, CONFIGS["deepseek_v3"], seed=30)
+    write_checkpoint(first, CONFIGS[family])
+    write_checkpoint(second, CONFIGS[family], seed=30)
     with Engine(
         str(first),
         speculative_algorithm="NEXTN",

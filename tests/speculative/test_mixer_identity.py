@@ -53,9 +53,13 @@ class Case:
 
 CHAIN = Case("hybrid", (3, 1, 4), page_size=16, chunk=8, rounds=2)
 LATENT = Case("latent", (3, 3, 10), page_size=4, chunk=8)
+SPARSE = Case("sparse", (3, 3, 10), page_size=4, chunk=8)
 FAST = (CHAIN,)  # a lookup's trees on two shards are test_state_snapshots.py's
 REST = (
     LATENT,
+    SPARSE,
+    Case("sparse", (3, 1, 4), page_size=1, chunk=32, rounds=2),
+    Case("sparse_fp8", (2, 2, 7), page_size=16, chunk=7),
     Case("latent", (3, 1, 4), page_size=1, chunk=32, rounds=2),
     Case("all_kinds_fp8", (2, 2, 7), page_size=4, chunk=7),
 )
@@ -136,7 +140,7 @@ def test_speculative_equals_plain(case: Case) -> None:
 
 @pytest.mark.parametrize(
     ("case", "num_pages"),
-    [(CHAIN, 20), pytest.param(LATENT, 80, marks=pytest.mark.slow)],
+    [(CHAIN, 20), *(pytest.param(case, 80, marks=pytest.mark.slow) for case in (LATENT, SPARSE))],
     ids=str,
 )
 def test_retracted_rows_start_again(case: Case, num_pages: int) -> None:
@@ -168,12 +172,15 @@ def test_a_draft_with_latent_attention() -> None:
     assert counts[-1] == sum(counts)
 
 
-def test_no_program_copies_a_cache() -> None:
+@pytest.mark.parametrize(
+    ("case", "num_shapes"), [(CHAIN, 4), pytest.param(SPARSE, 2, marks=pytest.mark.slow)], ids=str
+)
+def test_no_program_copies_a_cache(case: Case, num_shapes: int) -> None:
     """A row's state is read, and written in place."""
-    compiled = engine(CHAIN)
+    compiled = engine(case)
     state = init_state(compiled.program, compiled.limits, shards=1, kv_dtype=jnp.float32)
     shapes = {x.shape for x in jax.tree.leaves(state.kv) if x.ndim > 2}
-    assert len(shapes) == 4
+    assert len(shapes) == num_shapes
     for key, executable in compiled.executables.items():
         text = executable.as_text()
         assert not [line for shape in shapes for line in pool_copies(text, shape)], key

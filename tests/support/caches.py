@@ -38,6 +38,8 @@ def accept_chain(caches: Caches, slots: jnp.ndarray, count: int, *, ops: Ops) ->
     """Accept all `count` tokens that the last step ran for one row; pages have them already."""
     path, last = jnp.arange(count, dtype=jnp.int32)[None], jnp.asarray([count - 1], jnp.int32)
     return tuple(
-        ops.commit_state(cache, slots, path, last) if isinstance(cache, dict) else cache
+        ops.commit_state(cache, slots, path, last)
+        if isinstance(cache, dict) and "path" in cache
+        else cache
         for cache in caches
     )

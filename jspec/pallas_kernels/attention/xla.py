@@ -35,8 +35,12 @@ def attend(
     queries_per_row: int | None,
     window: int | None,
     sinks: jax.Array | None,
+    allowed: jax.Array | None = None,
 ) -> jax.Array:
-    """Return out[T, H, D]; padding queries return unspecified finite values."""
+    """Return out[T, H, D]; padding queries return unspecified finite values.
+
+    allowed: bool[T, C], the slots of its row that a query may see, for rows of equal length.
+    """
     page_size, width = kv_pages.shape[1], kv_pages.shape[-1]
     batch, pages_per_row = rows.page_table.shape
     num_heads, (num_kv, num_records) = q.shape[1], records_of(kv_pages)
@@ -47,6 +51,10 @@ def attend(
     written = rows.prefix_lens + q_lens  # padding queries wrote to the dummy page
     groups = batch if queries_per_row is not None else 1
     queries = _pack(q, groups=groups, num_kv=num_kv, width=width) * scale
+
+    if allowed is not None:
+        rest = num_blocks * block_pages * page_size - allowed.shape[1]
+        allowed = jnp.pad(allowed, ((0, 0), (0, rest))).reshape(batch, -1, allowed.shape[1] + rest)
 
     blocks = -(-written // (block_pages * page_size))  # blocks of keys of each row
     ends = jnp.cumsum(blocks)  # packed: row r has iterations ends[r] - blocks[r] .. ends[r]
@@ -75,6 +83,8 @@ def attend(
         kv = jnp.where(is_written, kv, 0.0)
         kv = kv.reshape(groups, -1, num_kv, num_records, width)
         seen = _visible(slot, rows, q.shape[0], queries_per_row, window, row)
+        if allowed is not None:
+            seen &= jax.lax.dynamic_slice_in_dim(allowed, slot[0], slot.shape[0], axis=2)
         return step + 1, _absorb(partial, queries, kv, seen)
 
     last = ends[-1] if queries_per_row is None else jnp.max(blocks)

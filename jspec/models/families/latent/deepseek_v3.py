@@ -14,6 +14,7 @@ from typing import Any
 
 from jspec.files.json_files import Fields
 from jspec.models.family import (
+    FULL,
     OF_RECURRENT_LAYERS,
     Family,
     MtpFamily,
@@ -31,6 +32,7 @@ from jspec.spec.head_spec import HeadSpec, mtp_spec
 from jspec.spec.model_spec import (
     DenseSpec,
     FeedForward,
+    IndexerSpec,
     LatentAttentionSpec,
     ModelSpec,
     MoESpec,
@@ -54,22 +56,29 @@ def _layers(fields: Fields, numbers: range) -> ModelSpec:
 
 
 def read_latent_decoder(
-    fields: Fields, numbers: range, *, family: str, ffn: FeedForwardOf
+    fields: Fields,
+    numbers: range,
+    *,
+    family: str,
+    ffn: FeedForwardOf,
+    indexer: IndexerSpec | None = None,
 ) -> ModelSpec:
+    """Read layers with latent attention. indexer: of each; None: config.json may have none."""
     check_quantization(fields)
     fields.refuse("moe_layer_freq", allowed=(1,), why="all layers after the dense ones are MoE")
     return read_decoder(
         fields,
         family=family,
-        attention=read_latent(fields),
+        attention=read_latent(fields, indexer),
         ffn=lambda i: ffn(numbers[i]),
         windows=(None,) * len(numbers),
         default_max_position=4096,
     )
 
 
-def read_latent(fields: Fields) -> LatentAttentionSpec:
-    fields.refuse("index_topk", allowed=(), why="the indexer of sparse attention is not built")
+def read_latent(fields: Fields, indexer: IndexerSpec | None = None) -> LatentAttentionSpec:
+    if indexer is None:
+        fields.refuse("index_topk", allowed=(), why="this family has no sparse attention")
     fields.refuse("attention_bias", allowed=(False,), why="latent attention has no biases here")
     num_heads = fields.integer("num_attention_heads")
     rope_dim = fields.integer("qk_rope_head_dim")
@@ -85,6 +94,7 @@ def read_latent(fields: Fields) -> LatentAttentionSpec:
         interleaved=fields.flag("rope_interleave", True),
         rope=rope,
         scale=_scale(head_dim, rope),
+        indexer=indexer,
     )
 
 
@@ -137,9 +147,12 @@ def read_mtp(fields: Fields, target: ModelSpec) -> HeadSpec:
     return recurrent(fields, _layers(fields, range(number, number + 1)), target)
 
 
-def recurrent(fields: Fields, layer: ModelSpec, target: ModelSpec) -> HeadSpec:
+def recurrent(
+    fields: Fields, layer: ModelSpec, target: ModelSpec, *, kinds: tuple[str, ...] = (FULL,)
+) -> HeadSpec:
+    """Return one layer that every level runs. kinds: the allowed values in layer_types."""
     check_one_mtp_layer(fields)
-    refuse_windows(fields)
+    refuse_windows(fields, kinds=kinds)
     return mtp_spec(
         layer=layer,
         target_num_layers=target.num_layers,

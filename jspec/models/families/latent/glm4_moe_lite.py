@@ -28,10 +28,15 @@ def read(fields: Fields) -> ModelSpec:
 
 
 def _layers(fields: Fields, numbers: range) -> ModelSpec:
-    plain = Fields(fields.path, {**fields.values, "first_k_dense_replace": _num_dense(fields)})
+    plain = with_num_dense(fields)
     return read_latent_decoder(
         plain, numbers, family=FAMILY.name, ffn=sigmoid_moe(plain, default_dense=1)
     )
+
+
+def with_num_dense(fields: Fields) -> Fields:
+    """Return the fields with first_k_dense_replace, which may be given as mlp_layer_types."""
+    return Fields(fields.path, {**fields.values, "first_k_dense_replace": _num_dense(fields)})
 
 
 def _num_dense(fields: Fields) -> Any:
@@ -55,8 +60,12 @@ def read_mtp(fields: Fields, target: ModelSpec) -> HeadSpec:
 
 def to_json(spec: ModelSpec) -> dict[str, Any]:
     written = latent_json(spec, architecture="Glm4MoeLiteForCausalLM", model_type="glm4_moe_lite")
+    return written | moe_json(spec) | kinds_json(spec)
+
+
+def kinds_json(spec: ModelSpec) -> dict[str, Any]:
     kinds = [DENSE if isinstance(layer.ffn, DenseSpec) else SPARSE for layer in spec.layers]
-    return written | moe_json(spec) | {"mlp_layer_types": kinds}
+    return {"mlp_layer_types": kinds}
 
 
 FAMILY = Family(
