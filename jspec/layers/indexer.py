@@ -1,8 +1,9 @@
 """The indexer of DeepSeek Sparse Attention (DSA, DeepSeek-V3.2): index queries, keys and weights.
 
 The published code multiplies scores by head_dim ** -0.5 and num_heads ** -0.5, rotates queries and
-keys by a Hadamard matrix and rounds both to FP8. The factors change no order and the rotation no
-product; index keys are cached in the engine's dtype, so none of these is here.
+keys by a Hadamard matrix and rounds both to FP8. The factors do not change the order of scores, and
+the rotation changes no product. Index keys are cached in the engine's dtype, so none of this is
+needed here.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ def index_of(
     spec: IndexerSpec,
     ops: Ops,
 ) -> Index:
-    """Return what selects tokens, and the keys by which x's tokens are selected.
+    """Return index queries, weights and keys of x's tokens.
 
-    low_rank: the normed low-rank queries of the attention. cos, sin: its angles.
+    low_rank: the attention's low-rank queries after their norm. cos, sin: the attention's angles.
     """
 
-    def turned(heads: Float[Array, "T H D"]) -> Float[Array, "T H D"]:
+    def rotated(heads: Float[Array, "T H D"]) -> Float[Array, "T H D"]:
         if spec.interleaved:
             leading, others = jnp.split(heads, (2 * cos.shape[-1],), axis=-1)
             heads = jnp.concatenate((in_halves(leading), others), axis=-1)
@@ -45,9 +46,9 @@ def index_of(
     queries = linear(params["q"], low_rank, ops=ops).reshape(-1, spec.num_heads, spec.head_dim)
     keys = layer_norm(params["k_norm"], linear(params["k"], x, ops=ops), eps=spec.norm_eps)
     return Index(
-        queries=turned(queries),
+        queries=rotated(queries),
         weights=x.astype(jnp.float32) @ params["weights"]["kernel"],
-        keys=turned(keys[:, None])[:, 0],
+        keys=rotated(keys[:, None])[:, 0],
     )
 
 
@@ -55,6 +56,6 @@ def layer_norm(
     params: dict[str, jax.Array], x: Float[Array, "*b D"], *, eps: float
 ) -> Float[Array, "*b D"]:
     wide = x.astype(jnp.float32)
-    centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
-    normed = centred * jax.lax.rsqrt(jnp.mean(centred * centred, axis=-1, keepdims=True) + eps)
+    centered = wide - jnp.mean(wide, axis=-1, keepdims=True)
+    normed = centered * jax.lax.rsqrt(jnp.mean(centered * centered, axis=-1, keepdims=True) + eps)
     return (normed * params["scale"] + params["bias"]).astype(x.dtype)

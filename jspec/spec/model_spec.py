@@ -98,16 +98,13 @@ class IndexerSpec:
     attends to the top_k tokens with the highest scores, of those that it sees; the token at the
     lower position wins ties. Queries follow from the low-rank queries of the attention.
 
-    head_dim: of index queries and of the one index key of a token, which is cached.
-    interleaved: RoPE, on the leading numbers of a head, turns pairs of neighbours.
-    norm_eps: of the keys' LayerNorm, which the published code does not take from config.json.
     """
 
     num_heads: int
-    head_dim: int
+    head_dim: int  # of index queries and of a token's one index key, which is cached
     top_k: int
-    interleaved: bool = False
-    norm_eps: float = 1e-6
+    interleaved: bool = False  # RoPE rotates neighboring pairs of a head's first dimensions
+    norm_eps: float = 1e-6  # of the keys' LayerNorm; the published code has it as a constant
 
     def __post_init__(self) -> None:
         if self.top_k < 1:
