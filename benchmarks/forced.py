@@ -15,12 +15,12 @@ import numpy as np
 from benchmarks.heldout import bootstrap_interval
 from jspec.engine.weights.loading import BUNDLED
 from jspec.files.json_files import read_object
-from jspec.models.decoder import Params
 from jspec.models.files.checkpoint import load_model_spec, load_target
 from jspec.models.heads.block_config import load_block_config
 from jspec.models.heads.dflash import load_block
 from jspec.models.heads.eagle3 import load_eagle3
 from jspec.models.heads.eagle3_config import load_eagle3_config
+from jspec.models.layer import Params
 from jspec.models.registry import BLOCKS
 from jspec.training.draft_loss import make_frozen
 from jspec.training.heads.draft_head import DraftHead

@@ -21,7 +21,8 @@ from jspec.device.state import EngineState, take_rows
 from jspec.layers.embedding import embed
 from jspec.layers.norm import Residual, norm_of_sum
 from jspec.layers.rope import angles_of
-from jspec.models.decoder import LayerSettings, run_layer, trunk
+from jspec.models.decoder import trunk
+from jspec.models.layer import LayerSettings, run_layer
 from jspec.pallas_kernels.attention.api import AttentionCall, AttentionMetadata
 from jspec.pallas_kernels.attention.reference import new_slots
 from jspec.pallas_kernels.kv_write.api import Rotation

@@ -32,7 +32,7 @@ def run_sandwich(
     kept: Int[Array, "R"] | None = None,
     token_input: Float[Array, "T P"] | None = None,
 ) -> Residual:
-    """Apply the layer; arguments as in `decoder.run_layer`. token_input: see `token_inputs`."""
+    """Apply the layer; arguments as in `layer.run_layer`. token_input: see `token_inputs`."""
     eps = spec.eps
     x, normed = norm_of_sum(params["input_norm"], stream, eps=eps, ops=ops)
     mixed = attention(

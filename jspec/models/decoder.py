@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -16,291 +16,28 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jspec.config.expert_placement import ExpertMap
-from jspec.device.weights import Weight
-from jspec.layers.attention import attention, take_kept
-from jspec.layers.delta_net import delta_net
+from jspec.layers.attention import take_kept
 from jspec.layers.embedding import embed
 from jspec.layers.expert_use import COPIES, ExpertCounter, ExpertUse, MoETokens, with_use
-from jspec.layers.latent_attention import latent_attention
 from jspec.layers.linear import Shard, logits_of
 from jspec.layers.lora import chosen_columns, with_adapters
-from jspec.layers.mlp import gated_mlp
-from jspec.layers.moe import moe, moe_of_sum
-from jspec.layers.norm import Residual, norm_for, norm_of_sum
-from jspec.layers.sandwich import run_sandwich, token_inputs, with_cache_scales
+from jspec.layers.norm import Residual, norm_of_sum
+from jspec.layers.sandwich import token_inputs, with_cache_scales
+from jspec.models.attends import SparseAttend, attend_of
+from jspec.models.layer import LayerSettings, Params, run_layer
 from jspec.models.lora_params import lora_params
 from jspec.models.params import ParamTable, padded, with_expert_map, with_formats
 from jspec.models.registry import table_of
-from jspec.pallas_kernels.attention.api import AttentionCall, AttentionMetadata, index_queries
-from jspec.pallas_kernels.fp8_product.api import Activations, Scaled, values_of
-from jspec.pallas_kernels.kv_write.api import KVScales, Rotation
-from jspec.pallas_kernels.kv_write.reference import rotate
-from jspec.pallas_kernels.latent_attention.xla import Index
+from jspec.pallas_kernels.attention.api import AttentionMetadata, index_queries
 from jspec.pallas_kernels.ops import Ops
 from jspec.spec.cache_entry import Unit
 from jspec.spec.cache_groups import CacheGroup, groups_of_layers
 from jspec.spec.lora_spec import LoRASpec
-from jspec.spec.model_spec import (
-    AttentionSpec,
-    DeltaNetSpec,
-    LatentAttentionSpec,
-    LayerSpec,
-    Mixer,
-    ModelSpec,
-    MoESpec,
-    cache_groups,
-)
-from jspec.spec.sandwich import SandwichSpec, cache_indices
+from jspec.spec.model_spec import LayerSpec, ModelSpec, cache_groups
+from jspec.spec.sandwich import cache_indices
 from jspec.spec.weight_format import Formats
 
-Params = dict[str, Any]
 KVPool = tuple[Any, ...]  # the layers' caches (device.state.Caches)
-
-
-MIXERS: Mapping[type[Mixer], Callable[..., jax.Array]] = {
-    AttentionSpec: attention,
-    LatentAttentionSpec: latent_attention,
-    DeltaNetSpec: delta_net,
-}
-
-
-@dataclass(frozen=True, slots=True)
-class LayerSettings:
-    ops: Ops
-    shard: Shard = field(default_factory=Shard)
-    queries_per_row: int | None = None  # None: packed prefill chunks
-
-
-def run_layer(
-    params: Params,
-    stream: Residual,
-    positions: Int[Array, "*b"],
-    attend: Callable[..., Any],
-    *,
-    spec: LayerSpec,
-    settings: LayerSettings,
-    kept: Int[Array, "R"] | None = None,
-    token_input: Float[Array, "T P"] | None = None,
-) -> Residual:
-    """Apply x + attention(norm(x)), then x + ffn(norm(x)); the last add is left pending.
-
-    kept: indices of the tokens [T] whose output is needed; the others stop after their K and V
-    token_input: input of a SandwichSpec layer with its own token embeddings
-    """
-    if isinstance(spec, SandwichSpec):
-        shard = settings.shard.of_layer(params)
-        own: dict[str, Any] = {"spec": spec, "shard": shard, "ops": settings.ops}
-        return run_sandwich(
-            params, stream, positions, attend, **own, kept=kept, token_input=token_input
-        )
-    is_plain = isinstance(spec.attention, AttentionSpec)
-    reader = kernel_of(params["attention"], "qkv") if is_plain else None
-    x, normed = norm_for(reader, params["input_norm"], stream, eps=spec.eps, ops=settings.ops)
-    return run_sublayers(
-        params, x, normed, positions, attend, spec=spec, settings=settings, kept=kept
-    )
-
-
-def run_sublayers(
-    params: Params,
-    x: Float[Array, "*b E"],
-    read: Activations,
-    positions: Int[Array, "*b"],
-    attend: Callable[..., Any],
-    *,
-    spec: LayerSpec,
-    settings: LayerSettings,
-    kept: Int[Array, "R"] | None = None,
-) -> Residual:
-    """Apply x + attention(read), then x + ffn(norm(x)), as `run_layer` does."""
-    ops = settings.ops
-    shard = settings.shard.of_layer(params, defers=True)
-    mixed = MIXERS[type(spec.attention)](
-        params["attention"],
-        read,
-        positions,
-        attend,
-        spec=spec.attention,
-        eps=spec.eps,
-        shard=shard,
-        ops=ops,
-        kept=kept,
-    )
-    stream = Residual(x=take_kept(x, kept), delta=mixed)
-    if isinstance(spec.ffn, MoESpec):
-        return moe_of_sum(
-            params["moe"],
-            params["post_norm"],
-            stream,
-            spec=spec.ffn,
-            eps=spec.eps,
-            shard=settings.shard.of_layer(params),
-            ops=ops,
-        )
-    reader = kernel_of(params["mlp"], "gate_up")
-    x, normed = norm_for(reader, params["post_norm"], stream, eps=spec.eps, ops=ops)
-    settings = replace(settings, shard=shard)
-    return Residual(x=x, delta=feed_forward(params, normed, spec=spec, settings=settings))
-
-
-def kernel_of(params: Params, name: str) -> Weight | None:
-    kernel: Weight | None = params.get(name, {}).get("kernel")
-    return kernel
-
-
-def feed_forward(
-    params: Params, x: Activations, *, spec: LayerSpec, settings: LayerSettings
-) -> Float[Array, "*b E"]:
-    ops, shard = settings.ops, settings.shard
-    if isinstance(spec.ffn, MoESpec):
-        x = values_of(x)
-        flat = x.reshape(-1, x.shape[-1])
-        return moe(params["moe"], flat, spec=spec.ffn, shard=shard, ops=ops).reshape(x.shape)
-    return gated_mlp(
-        params["mlp"],
-        x,
-        shard=shard,
-        ops=ops,
-        of_prompts=settings.queries_per_row is None,
-        limit=spec.ffn.limit,
-        gelu=spec.ffn.gelu,
-    )
-
-
-def kv_scales_of(params: Params) -> KVScales | None:
-    """Return the scales of the cached K and V, or None. A latent has one scale for both."""
-    if "k_scale" not in params:
-        return None
-    k: jax.Array = params["k_scale"]
-    return KVScales(k=k, v=params.get("v_scale", k))
-
-
-class PagedAttend:
-    """An `attend` for one layer. Call it once, while tracing; `cache` is then the updated one."""
-
-    def __init__(
-        self,
-        pages: jax.Array,
-        rows: AttentionMetadata,
-        spec: AttentionSpec,
-        settings: LayerSettings,
-        scales: KVScales | None = None,
-    ) -> None:
-        self.cache = pages
-        self._rows, self._scales = rows, scales
-        self._ops = settings.ops
-        self._reads_another = spec.kv_of is not None
-        self._call = AttentionCall(
-            queries_per_row=settings.queries_per_row, scale=spec.softmax_scale, window=spec.window
-        )
-
-    def __call__(
-        self, heads: jax.Array, rotation: Rotation, sinks: jax.Array | None
-    ) -> jax.Array | Scaled:
-        if self._reads_another:  # the cache has this call's tokens
-            q = rotate(heads, rotation.cos, rotation.sin)
-            read, _ = self._ops.attend(
-                q, None, None, self.cache, self._rows, self._call, sinks, self._scales
-            )
-            return read[..., : heads.shape[-1]]
-        out, self.cache = self._ops.rotate_write_and_attend(
-            heads, rotation, self.cache, self._rows, self._call, sinks, self._scales
-        )
-        return out
-
-
-class LatentAttend:
-    def __init__(
-        self,
-        pages: jax.Array,
-        rows: AttentionMetadata,
-        spec: LatentAttentionSpec,
-        settings: LayerSettings,
-        scales: KVScales | None = None,
-    ) -> None:
-        self.cache: Any = pages
-        self._rows, self._scales = rows, scales
-        self._ops, self._rank = settings.ops, spec.kv_rank
-        self._call = AttentionCall(
-            queries_per_row=settings.queries_per_row, scale=spec.softmax_scale
-        )
-
-    def __call__(self, queries: jax.Array, records: jax.Array) -> jax.Array:
-        given = (queries, records, self.cache, self._rows, self._call, self._scales)
-        out, self.cache = self._ops.attend_latent(*given, rank=self._rank)
-        return out
-
-
-class SparseAttend(LatentAttend):
-    """An `attend` to selected tokens; `selected` is of the last indexer, after the call."""
-
-    def __init__(
-        self,
-        cache: Any,
-        rows: AttentionMetadata,
-        spec: LatentAttentionSpec,
-        settings: LayerSettings,
-        scales: KVScales | None,
-        selected: jax.Array | None,
-    ) -> None:
-        super().__init__(cache, rows, spec, settings, scales)
-        self.selected = selected
-        self._indexer = spec.indexer
-
-    def __call__(
-        self, queries: jax.Array, records: jax.Array, index: Index | None = None
-    ) -> jax.Array:
-        pages, call = self.cache, (self._rows, self._call)
-        if self._indexer is not None:
-            assert index is not None
-            top_k, keys, pages = self._indexer.top_k, self.cache["index"], self.cache["latent"]
-            self.selected, keys = self._ops.select_latents(index, keys, *call, top_k=top_k)
-        given = (queries, records, self.selected, pages, *call, self._scales)
-        out, pages = self._ops.attend_selected(*given, rank=self._rank)
-        self.cache = pages if self._indexer is None else {"latent": pages, "index": keys}
-        return out
-
-
-class DeltaAttend:
-    def __init__(
-        self, cache: dict[str, jax.Array], rows: AttentionMetadata, settings: LayerSettings
-    ) -> None:
-        self.cache = cache
-        self._rows = rows
-        self._settings = settings
-
-    def __call__(
-        self, inputs: jax.Array, decay: jax.Array, beta: jax.Array, conv: jax.Array
-    ) -> jax.Array:
-        out, self.cache = self._settings.ops.delta_rule(
-            inputs,
-            decay,
-            beta,
-            conv,
-            self.cache,
-            self._rows,
-            queries_per_row=self._settings.queries_per_row,
-        )
-        return out
-
-
-def attend_of(
-    params: Params,
-    cache: Any,
-    rows: AttentionMetadata,
-    spec: Mixer,
-    settings: LayerSettings,
-    selected: jax.Array | None = None,
-) -> PagedAttend | LatentAttend | DeltaAttend:
-    """Return a layer's `attend`. selected: by the last layer with an indexer (`Residual`)."""
-    if isinstance(spec, DeltaNetSpec):
-        return DeltaAttend(cache, rows, settings)
-    if isinstance(spec, LatentAttentionSpec):
-        scales = kv_scales_of(params)
-        if spec.is_sparse:
-            return SparseAttend(cache, rows, spec, settings, scales, selected)
-        return LatentAttend(cache, rows, spec, settings, scales)
-    return PagedAttend(cache, rows, spec, settings, kv_scales_of(params))
 
 
 @partial(jax.jit, static_argnames=("spec", "settings"), inline=False)

@@ -12,8 +12,8 @@ import orbax.checkpoint as ocp
 
 from jspec.errors import OutputError
 from jspec.files.output_files import remove
-from jspec.models.decoder import Params
 from jspec.models.files.orbax_files import reason_of_orbax, without_tracebacks
+from jspec.models.layer import Params
 from jspec.training.train_state import Progress, Resumed, TrainState
 
 

@@ -19,7 +19,8 @@ from jspec.layers.embedding import embed
 from jspec.layers.latent_attention import AttendLatent
 from jspec.layers.linear import logits_of
 from jspec.layers.norm import Residual, norm
-from jspec.models.decoder import MIXERS, LayerSettings, Params, feed_forward, run_layer, trunk
+from jspec.models.decoder import trunk
+from jspec.models.layer import MIXERS, LayerSettings, Params, feed_forward, run_layer
 from jspec.models.placement import init_params
 from jspec.models.registry import table_of
 from jspec.pallas_kernels.kv_write.api import Rotation

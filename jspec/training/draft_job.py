@@ -21,13 +21,13 @@ import jax.numpy as jnp
 from jspec.errors import ConfigError, OutputError
 from jspec.files.json_files import read_object
 from jspec.files.output_files import remove, write_text, writing
-from jspec.models.decoder import Params
 from jspec.models.files.checkpoint import (
     check_directory,
     check_target,
     load_model_spec,
     load_target,
 )
+from jspec.models.layer import Params
 from jspec.training.data.draft_data import (
     STORES,
     Sampling,

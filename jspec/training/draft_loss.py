@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Bool, Float, Int
 
-from jspec.models.decoder import Params
+from jspec.models.layer import Params
 from jspec.spec.model_spec import ModelSpec
 from jspec.training.dense import attention_backend, causal_attend, forward, lm_logits
 from jspec.training.heads.draft_head import DraftHead, Guess, TargetFeatures

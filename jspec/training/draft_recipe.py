@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jspec.models.decoder import Params
+from jspec.models.layer import Params
 from jspec.training.data.roots import rooted, with_roots
 from jspec.training.data.token_stream import BatchAt
 from jspec.training.data_parallel import Placement

@@ -22,7 +22,7 @@ import optax
 
 from jspec.errors import TrainingError
 from jspec.files.output_files import write_text, writing
-from jspec.models.decoder import Params
+from jspec.models.layer import Params
 from jspec.training.data.token_stream import BatchAt
 from jspec.training.data_parallel import Placement
 from jspec.training.progress import Clock, duration, note, show, speed

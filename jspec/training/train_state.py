@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from jspec.device.pytree import pytree
-from jspec.models.decoder import Params
+from jspec.models.layer import Params
 
 
 @pytree

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jspec.device import noise
-from jspec.models.decoder import Params
+from jspec.models.layer import Params
 from jspec.spec.model_spec import ModelSpec
 from jspec.training.draft_loss import features_on_the_fly, make_unrolled
 from jspec.training.heads.draft_head import DraftHead, Guess

@@ -31,11 +31,11 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from jspec.errors import ConfigError
-from jspec.models.decoder import Params
 from jspec.models.files import checkpoint
 from jspec.models.files.checkpoint import load_model_spec
 from jspec.models.heads.eagle3 import load_eagle3
 from jspec.models.heads.eagle3_config import load_eagle3_config
+from jspec.models.layer import Params
 from jspec.spec.head_spec import HeadSpec
 from jspec.spec.model_spec import ModelSpec
 from jspec.training.data import corpus as corpora

@@ -20,7 +20,8 @@ from jspec.device import noise
 from jspec.layers.attention import Attend
 from jspec.layers.embedding import embed
 from jspec.layers.norm import Residual, norm
-from jspec.models.decoder import LayerSettings, Params, run_layer, trunk
+from jspec.models.decoder import trunk
+from jspec.models.layer import LayerSettings, Params, run_layer
 from jspec.pallas_kernels.kv_write.api import Rotation
 from jspec.pallas_kernels.kv_write.reference import rotate_and_split
 from jspec.pallas_kernels.ops import Ops

@@ -20,8 +20,8 @@ import numpy as np
 import optax
 from tokenizers import Tokenizer
 
-from jspec.models.decoder import Params
 from jspec.models.files.checkpoint import save_target
+from jspec.models.layer import Params
 from jspec.spec.model_spec import ModelSpec, uniform_decoder
 from jspec.training.data import corpus as corpora
 from jspec.training.data.token_stream import TokenStream, crops, fixed_crops, pack

@@ -19,7 +19,8 @@ import numpy.typing as npt
 from jspec.device.batch import DraftTree
 from jspec.device.state import empty_caches, empty_sampling
 from jspec.layers.linear import Shard
-from jspec.models.decoder import MIXERS, LayerSettings, attend_of
+from jspec.models.attends import attend_of
+from jspec.models.layer import MIXERS, LayerSettings
 from jspec.pallas_kernels.attention.api import AttentionMetadata
 from jspec.pallas_kernels.ops import Ops
 from jspec.spec.cache_entry import CacheLayout, Unit

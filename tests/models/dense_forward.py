@@ -13,7 +13,8 @@ from jspec.layers.attention import Attend, causal_attention
 from jspec.layers.embedding import embed
 from jspec.layers.linear import logits_of
 from jspec.layers.norm import norm
-from jspec.models.decoder import LayerSettings, Params, run_layer, trunk
+from jspec.models.decoder import trunk
+from jspec.models.layer import LayerSettings, Params, run_layer
 from jspec.pallas_kernels.ops import Ops
 from jspec.spec.model_spec import AttentionSpec, ModelSpec
 

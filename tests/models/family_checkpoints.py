@@ -16,8 +16,9 @@ from jax.sharding import PartitionSpec
 from jspec.device.parallel import Parallel, partition_spec
 from jspec.device.state import cache_specs
 from jspec.layers.linear import Shard
-from jspec.models.decoder import Decoder, Params
+from jspec.models.decoder import Decoder
 from jspec.models.files.checkpoint import load_model_spec, load_target
+from jspec.models.layer import Params
 from jspec.models.placement import param_specs
 from jspec.pallas_kernels.attention.api import AttentionMetadata
 from jspec.pallas_kernels.bundles import OPS

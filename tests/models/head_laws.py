@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jspec.models.decoder import Params
 from jspec.models.heads.feature_head import FeatureHead
+from jspec.models.layer import Params
 from jspec.pallas_kernels.attention.api import AttentionMetadata
 from jspec.pallas_kernels.ops import Ops
 from jspec.spec.model_spec import cache_groups

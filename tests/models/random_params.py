@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jspec.models.decoder import Params
+from jspec.models.layer import Params
 from jspec.models.params import ParamTable
 from jspec.models.placement import abstract_params, nested
 

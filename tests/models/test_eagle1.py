@@ -15,12 +15,12 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jspec.errors import CheckpointError, ConfigError
-from jspec.models.decoder import Params
 from jspec.models.files.stored import stored_tensors
 from jspec.models.heads.eagle1 import check_eagle1, load_eagle1, load_eagle1_config
 from jspec.models.heads.feature_head import FeatureHead
 from jspec.models.heads.head_params import head_params
 from jspec.models.heads.token_map import read_token_map
+from jspec.models.layer import Params
 from jspec.models.placement import abstract_params
 from jspec.pallas_kernels.ops import Ops
 from jspec.spec.head_spec import HeadSpec

@@ -17,8 +17,9 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jspec.layers.attention import Attend
-from jspec.models.decoder import Decoder, Params
+from jspec.models.decoder import Decoder
 from jspec.models.files.checkpoint import load_model_spec, load_target, save_target
+from jspec.models.layer import Params
 from jspec.models.registry import FAMILIES
 from jspec.pallas_kernels.attention.api import AttentionMetadata
 from jspec.pallas_kernels.bundles import OPS

@@ -20,7 +20,6 @@ from benchmarks.workloads import GPT_OSS_20B_JSON, PACKED
 from jspec.device.weights import dense
 from jspec.engine.weights.resident_formats import Wanted, resident_formats
 from jspec.errors import CheckpointError, ConfigError
-from jspec.models.decoder import Params
 from jspec.models.families.gpt_oss import expert_params
 from jspec.models.files.checkpoint import (
     load_model_spec,
@@ -30,6 +29,7 @@ from jspec.models.files.checkpoint import (
 from jspec.models.files.mxfp4 import E2M1
 from jspec.models.files.stored import check_names, on_host, param_reads, stored_tensors
 from jspec.models.files.tensor_files import open_tensors
+from jspec.models.layer import Params
 from jspec.models.params import with_formats
 from jspec.models.placement import nested
 from jspec.models.registry import family_named, table_of

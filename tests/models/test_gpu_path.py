@@ -17,9 +17,11 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jspec.layers.norm import Residual
-from jspec.models.decoder import Decoder, LayerSettings, PagedAttend, Params, run_layer
+from jspec.models.attends import PagedAttend
+from jspec.models.decoder import Decoder
 from jspec.models.heads.feature_head import FeatureHead
 from jspec.models.heads.head_params import head_params
+from jspec.models.layer import LayerSettings, Params, run_layer
 from jspec.models.params import ParamTable
 from jspec.models.placement import abstract_params
 from jspec.models.registry import table_of

@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
 from jspec.errors import CheckpointError
-from jspec.models.decoder import Params
 from jspec.models.heads.eagle3 import check_eagle3, load_eagle3, save_eagle3
 from jspec.models.heads.eagle3_config import load_eagle3_config
 from jspec.models.heads.head_files import canonical_name
 from jspec.models.heads.head_params import head_params
+from jspec.models.layer import Params
 from jspec.spec.head_spec import FeatureNorm, HeadSpec, eagle3_spec
 from jspec.spec.model_spec import uniform_decoder
 from tests.models.random_params import assert_same, random_params

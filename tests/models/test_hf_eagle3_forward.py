@@ -17,11 +17,11 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jspec.errors import CheckpointError
-from jspec.models.decoder import Params
 from jspec.models.heads.eagle3 import load_eagle3, save_eagle3
 from jspec.models.heads.eagle3_config import load_eagle3_config
 from jspec.models.heads.feature_head import FeatureHead
 from jspec.models.heads.head_params import head_params
+from jspec.models.layer import Params
 from jspec.models.placement import abstract_params
 from jspec.pallas_kernels.ops import Ops
 from jspec.spec.head_spec import FeatureNorm, HeadSpec, eagle3_spec

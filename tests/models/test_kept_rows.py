@@ -10,8 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec.models.decoder import Decoder, Params
+from jspec.models.decoder import Decoder
 from jspec.models.heads.feature_head import FeatureHead
+from jspec.models.layer import Params
 from jspec.models.placement import init_params
 from jspec.pallas_kernels.attention.api import AttentionMetadata
 from jspec.pallas_kernels.ops import Ops

@@ -45,9 +45,10 @@ from jspec.messages.request import (
 )
 from jspec.messages.response import Completion
 from jspec.messages.step_options import ALL, SAMPLING, StepOption, StepOptions
-from jspec.models.decoder import Decoder, Params
+from jspec.models.decoder import Decoder
 from jspec.models.heads.feature_head import FeatureHead
 from jspec.models.heads.head_params import head_params
+from jspec.models.layer import Params
 from jspec.models.placement import init_params
 from jspec.models.registry import table_of
 from jspec.pallas_kernels.ops import Ops

@@ -22,7 +22,7 @@ from safetensors.numpy import save_file
 
 from jspec.config.limits import Algorithm, SpeculativeConfig
 from jspec.layers.linear import Shard
-from jspec.models.decoder import Decoder, Params
+from jspec.models.decoder import Decoder
 from jspec.models.files.stored import on_host, param_reads, stored_tensors
 from jspec.models.files.tensor_files import open_tensors
 from jspec.models.heads.assistant import Assistant, assistant_params
@@ -30,6 +30,7 @@ from jspec.models.heads.block_head import BlockHead
 from jspec.models.heads.dflash import block_params
 from jspec.models.heads.feature_head import FeatureHead
 from jspec.models.heads.head_params import head_params
+from jspec.models.layer import Params
 from jspec.models.params import ParamTable
 from jspec.models.placement import init_params, nested
 from jspec.models.registry import table_of

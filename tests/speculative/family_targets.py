@@ -12,8 +12,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jspec.models.decoder import Params
 from jspec.models.files.stored import value_at
+from jspec.models.layer import Params
 from jspec.models.params import Init
 from jspec.models.placement import init_params, nested
 from jspec.models.registry import table_of

@@ -11,7 +11,7 @@ from typing import Any
 from jspec.engine.weights.loading import place
 from jspec.messages.request import Request
 from jspec.messages.step_options import SAMPLING
-from jspec.models.decoder import Params
+from jspec.models.layer import Params
 from jspec.models.registry import table_of
 from tests.speculative.engines import (
     CONTEXT,

@@ -19,11 +19,11 @@ from jspec.engine.weights.loading import LoadedModels, load_models, resolve_path
 from jspec.files.json_files import Fields
 from jspec.layers.linear import Shard
 from jspec.messages.step_options import StepOptions
-from jspec.models.decoder import Params
 from jspec.models.files.checkpoint import load_model_spec
 from jspec.models.files.stored import stored_tensors, value_at
 from jspec.models.heads.feature_head import FeatureHead
 from jspec.models.heads.head_params import head_params
+from jspec.models.layer import Params
 from jspec.models.params import Init
 from jspec.models.placement import init_params, nested
 from jspec.models.registry import family_named, table_of

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from jspec.models.decoder import Params
 from jspec.models.files.stored import value_at
 from jspec.models.heads.assistant import assistant_params
+from jspec.models.layer import Params
 from jspec.models.placement import init_params
 from jspec.spec.assistant_spec import AssistantSpec
 from jspec.spec.model_spec import DenseSpec, ModelSpec

@@ -10,11 +10,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from jspec.models.decoder import Params
 from jspec.models.files.stored import stored_tensors, value_at
 from jspec.models.files.tensor_files import write_checkpoint
 from jspec.models.heads.dflash import block_params
 from jspec.models.heads.head_params import HEAD
+from jspec.models.layer import Params
 from jspec.models.params import Init
 from jspec.models.placement import init_params, nested
 from jspec.spec.block_spec import BlockSpec, ConvolutionSpec, MarkovKind, MarkovSpec, SelectorSpec

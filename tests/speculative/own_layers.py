@@ -9,10 +9,10 @@ import jax
 import numpy as np
 
 from jspec.layers.linear import Shard
-from jspec.models.decoder import Params
 from jspec.models.files.stored import stored_tensors, value_at
 from jspec.models.heads.feature_head import FeatureHead
 from jspec.models.heads.head_params import HeadNames, head_params
+from jspec.models.layer import Params
 from jspec.models.params import Init
 from jspec.models.placement import init_params, nested
 from jspec.pallas_kernels.ops import Ops

@@ -13,7 +13,7 @@ import pytest
 from jspec.config.limits import Algorithm, SpeculativeConfig
 from jspec.messages.request import Request
 from jspec.messages.step_options import StepOptions
-from jspec.models.decoder import Params
+from jspec.models.layer import Params
 from jspec.models.registry import FAMILIES
 from jspec.spec.model_spec import ModelSpec
 from tests.speculative.engines import (

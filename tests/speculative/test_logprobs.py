@@ -27,9 +27,9 @@ from jspec.layers.linear import Shard
 from jspec.messages.plan import StepKind
 from jspec.messages.request import PromptToken, Request, TokenLogprob
 from jspec.messages.step_options import ALL, PLAIN, StepOptions
-from jspec.models.decoder import Params
 from jspec.models.files.checkpoint import load_target, save_target
 from jspec.models.heads.eagle3 import load_eagle3, save_eagle3
+from jspec.models.layer import Params
 from jspec.sampling.logprobs import Logprobs, logprobs_of
 from jspec.speculative import logprobs as step_logprobs
 from tests.speculative.engines import (

@@ -18,7 +18,8 @@ from jspec.config.limits import Algorithm
 from jspec.engine.runner import init_state
 from jspec.messages.request import Request
 from jspec.messages.step_options import StepOptions
-from jspec.models.decoder import Decoder, Params
+from jspec.models.decoder import Decoder
+from jspec.models.layer import Params
 from jspec.speculative.drafters.ranked import StandaloneDrafter
 from tests.engine.pool_copies import pool_copies
 from tests.speculative.engines import (

@@ -20,8 +20,8 @@ from jspec.errors import ConfigError
 from jspec.layers.linear import Shard
 from jspec.messages.request import Request
 from jspec.messages.step_options import StepOptions
-from jspec.models.decoder import Params
 from jspec.models.heads.feature_head import FeatureHead
+from jspec.models.layer import Params
 from jspec.pallas_kernels.ops import Ops
 from jspec.speculative.drafter import Drafter
 from jspec.speculative.drafters.multi_layer import MultiLayerDrafter

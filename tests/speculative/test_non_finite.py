@@ -17,7 +17,8 @@ import pytest
 
 from jspec.messages.request import Request
 from jspec.messages.step_options import SAMPLING
-from jspec.models.decoder import Decoder, Params
+from jspec.models.decoder import Decoder
+from jspec.models.layer import Params
 from jspec.models.placement import init_params
 from jspec.pallas_kernels.attention.api import AttentionMetadata
 from jspec.pallas_kernels.ops import Ops

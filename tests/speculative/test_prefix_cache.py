@@ -21,7 +21,7 @@ from jspec.engine.plan_runner import Dispatched
 from jspec.layers.linear import Shard
 from jspec.messages.request import Request, StreamChunk
 from jspec.messages.step_options import SAMPLING
-from jspec.models.decoder import Params
+from jspec.models.layer import Params
 from jspec.pallas_kernels.ops import Ops
 from jspec.scheduler import prefill_planner
 from jspec.scheduler.scheduler import Scheduler

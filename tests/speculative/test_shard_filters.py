@@ -18,7 +18,7 @@ import pytest
 from jspec.config.limits import Algorithm, SpeculativeConfig
 from jspec.messages.request import Request, SamplingParams
 from jspec.messages.step_options import SAMPLING, StepOptions
-from jspec.models.decoder import Params
+from jspec.models.layer import Params
 from jspec.models.placement import init_params
 from jspec.models.registry import table_of
 from tests.speculative.engines import PLAIN, TARGET, Compiled, build, corpus_params, serve, spec_of

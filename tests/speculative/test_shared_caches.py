@@ -16,7 +16,7 @@ import pytest
 
 from jspec.config.limits import Algorithm
 from jspec.messages.step_options import SAMPLING
-from jspec.models.decoder import Params
+from jspec.models.layer import Params
 from jspec.models.registry import table_of
 from jspec.spec.cache_entry import FP8
 from jspec.spec.model_spec import cache_groups, cached_in

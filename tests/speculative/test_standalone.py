@@ -15,8 +15,8 @@ import pytest
 from jspec.config.engine_args import EngineArgs
 from jspec.engine.weights.loading import LoadedModels, load_models, resolve_paths
 from jspec.errors import CheckpointError, ConfigError, JspecError
-from jspec.models.decoder import Params
 from jspec.models.files.checkpoint import save_target
+from jspec.models.layer import Params
 from jspec.models.placement import init_params
 from jspec.models.registry import table_of
 from jspec.spec.model_spec import uniform_decoder

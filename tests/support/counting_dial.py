@@ -27,7 +27,8 @@ import jax.numpy as jnp
 
 from jspec.device.noise import mix32
 from jspec.device.state import SamplingBatch
-from jspec.models.decoder import KVPool, Params
+from jspec.models.decoder import KVPool
+from jspec.models.layer import Params
 from jspec.speculative.beams import BeamRows
 from jspec.speculative.drafter import StepBatch
 from jspec.speculative.drafters.ranked import EagleDrafter

@@ -23,9 +23,10 @@ import numpy as np
 
 from jspec.device.noise import mix32
 from jspec.device.state import SamplingBatch
-from jspec.models.decoder import KVPool, Params
+from jspec.models.decoder import KVPool
 from jspec.models.heads.feature_head import FeatureHead
 from jspec.models.heads.head_params import head_params
+from jspec.models.layer import Params
 from jspec.models.params import ParamTable, prefixed
 from jspec.speculative.drafters.multi_layer import MultiLayerDrafter
 from jspec.speculative.drafters.ranked import EagleDrafter

@@ -24,7 +24,6 @@ from jspec.engine.weights.loading import load_models, resolve_paths
 from jspec.engine.weights.served_weights import ServedWeights
 from jspec.errors import CheckpointError
 from jspec.messages.weight_update import ArrayUpdate, Model
-from jspec.models.decoder import Params
 from jspec.models.files.checkpoint import save_target
 from jspec.models.heads.mtp import (
     check_mtp,
@@ -33,6 +32,7 @@ from jspec.models.heads.mtp import (
     mtp_config_json,
     written_config,
 )
+from jspec.models.layer import Params
 from jspec.spec.model_spec import ModelSpec
 from jspec.spec.rope import RopeConfig
 from jspec.training.heads.head_mtp import TrainedMtp, mtp_head

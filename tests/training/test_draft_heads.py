@@ -14,7 +14,6 @@ import pytest
 
 from jspec.errors import CheckpointError, ConfigError
 from jspec.files.json_files import read_fields
-from jspec.models.decoder import Params
 from jspec.models.families import mimo_v2
 from jspec.models.files.checkpoint import load_model_spec, load_target
 from jspec.models.files.tensor_files import open_tensors
@@ -23,6 +22,7 @@ from jspec.models.heads.eagle3 import load_eagle3
 from jspec.models.heads.eagle3_config import load_eagle3_config
 from jspec.models.heads.feature_head import FeatureHead
 from jspec.models.heads.mtp import load_mtp, load_mtp_config
+from jspec.models.layer import Params
 from jspec.pallas_kernels.ops import Ops
 from jspec.spec.model_spec import ModelSpec
 from jspec.training.dense import causal_attend, forward

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jspec.errors import ConfigError
-from jspec.models.decoder import Params
+from jspec.models.layer import Params
 from jspec.spec.model_spec import ModelSpec
 from jspec.training.dense import causal_attend, forward
 from jspec.training.draft_loss import (

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jspec.models.decoder import Params
+from jspec.models.layer import Params
 from jspec.spec.model_spec import ModelSpec, uniform_decoder
 from jspec.training.dense import init_target, with_lm_head
 from jspec.training.heads.head_eagle3 import TrainedEagle3, eagle3_head

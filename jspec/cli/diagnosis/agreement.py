@@ -19,7 +19,7 @@ import numpy as np
 from jspec.cli.diagnosis.texts import Text
 from jspec.device import noise
 from jspec.engine.rescorer import Rescored, Rescorer
-from jspec.models.decoder import Params
+from jspec.models.layer import Params
 from jspec.training.heads.draft_head import DraftHead, TargetFeatures
 
 ROWS_AT_ONCE = 4

@@ -12,7 +12,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jspec.models.decoder import Params
+from jspec.models.layer import Params
 from jspec.spec.head_spec import HeadSpec
 from jspec.spec.model_spec import ModelSpec
 from jspec.training.heads.draft_head import DraftHead

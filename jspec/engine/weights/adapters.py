@@ -19,8 +19,9 @@ from jspec.device.parallel import Parallel, partition_spec
 from jspec.engine.weights.dummy_weights import dummy_params
 from jspec.engine.weights.remote_checkpoints import local_directories
 from jspec.errors import ConfigError
-from jspec.models.decoder import Decoder, Params
+from jspec.models.decoder import Decoder
 from jspec.models.files.lora_files import check_adapter, needs_of, read_adapter
+from jspec.models.layer import Params
 from jspec.models.lora_params import ROOT, adaptable_modules, lora_params
 from jspec.models.params import ParamPath, ParamTable
 from jspec.models.placement import nested

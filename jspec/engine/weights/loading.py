@@ -31,7 +31,7 @@ from jspec.engine.weights.weight_stream import put_on, put_parts_on, stream
 from jspec.errors import ConfigError
 from jspec.layers.expert_use import COPIES, copies_of
 from jspec.layers.linear import Shard
-from jspec.models.decoder import Decoder, Params
+from jspec.models.decoder import Decoder
 from jspec.models.files.checkpoint import (
     check_target,
     load_model_spec,
@@ -40,6 +40,7 @@ from jspec.models.files.checkpoint import (
 )
 from jspec.models.files.kv_scales import cached_dtype
 from jspec.models.files.stored import on_host
+from jspec.models.layer import Params
 from jspec.models.params import ParamSpec, ParamTable
 from jspec.models.placement import Tables, param_places
 from jspec.models.registry import table_of

@@ -24,13 +24,14 @@ from jspec.files.json_files import Fields, in_file, read_fields
 from jspec.layers.embedding import embed
 from jspec.layers.linear import Shard, linear, logits_of
 from jspec.layers.norm import Residual, norm
-from jspec.models.decoder import KVPool, LayerSettings, Params, paged_layer, shard_ids
+from jspec.models.decoder import KVPool, paged_layer, shard_ids
 from jspec.models.families.gemma4 import kinds_of, read_layers
 from jspec.models.families.gemma4_params import layer_params
 from jspec.models.family import SLIDING
 from jspec.models.files.fp8 import open_tensors
 from jspec.models.files.stored import ParamRead, Place, check_names, param_reads
 from jspec.models.files.tensor_files import HostArray, Tensors
+from jspec.models.layer import LayerSettings, Params
 from jspec.models.layer_params import lm_head, product
 from jspec.models.layer_params import norm as norm_params
 from jspec.models.params import INTEGERS, Init, ParamSpec, ParamTable, prefixed, with_formats

@@ -24,15 +24,10 @@ from jspec.layers.attention import Attend, attention, project
 from jspec.layers.embedding import embed
 from jspec.layers.linear import Shard, linear, logits_of
 from jspec.layers.norm import Residual, norm, norm_of_sum
-from jspec.models.decoder import (
-    KVPool,
-    LayerSettings,
-    PagedAttend,
-    Params,
-    feed_forward,
-    kv_scales_of,
-)
+from jspec.models.attends import PagedAttend, kv_scales_of
+from jspec.models.decoder import KVPool
 from jspec.models.heads.dflash import block_params
+from jspec.models.layer import LayerSettings, Params, feed_forward
 from jspec.models.params import ParamTable, with_formats
 from jspec.pallas_kernels.attention.api import AttentionMetadata
 from jspec.pallas_kernels.kv_write.reference import rotate_and_split

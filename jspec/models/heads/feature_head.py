@@ -30,17 +30,10 @@ from jaxtyping import Array, Float, Int
 from jspec.layers.embedding import embed
 from jspec.layers.linear import Shard, all_columns, linear, logits_of
 from jspec.layers.norm import Residual, norm
-from jspec.models.decoder import (
-    KVPool,
-    LayerSettings,
-    Params,
-    attend_of,
-    paged_layer,
-    run_layer,
-    run_sublayers,
-    shard_ids,
-)
+from jspec.models.attends import attend_of
+from jspec.models.decoder import KVPool, paged_layer, shard_ids
 from jspec.models.heads.head_params import HeadNames, head_params
+from jspec.models.layer import LayerSettings, Params, run_layer, run_sublayers
 from jspec.models.params import ParamTable, with_formats
 from jspec.pallas_kernels.attention.api import AttentionMetadata
 from jspec.pallas_kernels.ops import Ops

@@ -9,7 +9,7 @@ import numpy as np
 
 from jspec.errors import ConfigError
 from jspec.files.output_files import whole_file
-from jspec.models.decoder import Params
+from jspec.models.layer import Params
 from jspec.spec.model_spec import ModelSpec
 from jspec.text.template.chat_templates import ChatTemplates
 from jspec.text.tokenizer.tokenizer import Tokenizer

@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Int
 
 from jspec.device.pytree import pytree, static
-from jspec.models.decoder import Params
+from jspec.models.layer import Params
 from jspec.spec.model_spec import (
     AttentionSpec,
     DenseSpec,

@@ -23,9 +23,9 @@ from jspec.layers.attention import project
 from jspec.layers.embedding import embed
 from jspec.layers.linear import Shard, linear, logits_of
 from jspec.layers.norm import Residual, norm
-from jspec.models.decoder import LayerSettings, Params
 from jspec.models.heads.block_head import BlockHead, run_block_layer
 from jspec.models.heads.dflash import block_params, save_block
+from jspec.models.layer import LayerSettings, Params
 from jspec.models.placement import init_params
 from jspec.pallas_kernels.kv_write.reference import rotate_and_split
 from jspec.pallas_kernels.ops import Ops

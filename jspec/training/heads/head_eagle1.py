@@ -15,10 +15,10 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Int
 
-from jspec.models.decoder import Params
 from jspec.models.heads.eagle1 import save_eagle1
 from jspec.models.heads.feature_head import FeatureHead
 from jspec.models.heads.head_params import head_params
+from jspec.models.layer import Params
 from jspec.models.placement import init_params
 from jspec.pallas_kernels.ops import Ops
 from jspec.spec.head_spec import HeadSpec, eagle1_spec

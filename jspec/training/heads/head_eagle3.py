@@ -13,10 +13,10 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Int
 
 from jspec.errors import ConfigError
-from jspec.models.decoder import Params
 from jspec.models.heads.eagle3 import save_eagle3
 from jspec.models.heads.feature_head import FeatureHead
 from jspec.models.heads.head_params import head_params
+from jspec.models.layer import Params
 from jspec.models.placement import init_params
 from jspec.pallas_kernels.ops import Ops
 from jspec.spec.head_spec import HeadSpec, eagle3_spec

@@ -16,8 +16,8 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Int
 
-from jspec.models.decoder import Params
 from jspec.models.files.checkpoint import save_target
+from jspec.models.layer import Params
 from jspec.spec.model_spec import ModelSpec, uniform_decoder
 from jspec.training.dense import causal_attend, forward, init_target, lm_logits, with_lm_head
 from jspec.training.heads.draft_head import Guess, TargetFeatures

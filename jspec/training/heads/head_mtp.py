@@ -21,10 +21,10 @@ from jaxtyping import Array, Int
 
 from jspec.errors import ConfigError
 from jspec.layers.embedding import embed
-from jspec.models.decoder import LayerSettings, Params
 from jspec.models.heads.feature_head import FeatureHead, run_first_layer
 from jspec.models.heads.head_params import head_params
 from jspec.models.heads.mtp import save_mtp, shared, written_config
+from jspec.models.layer import LayerSettings, Params
 from jspec.models.placement import init_params
 from jspec.pallas_kernels.ops import Ops
 from jspec.spec.head_spec import HeadSpec

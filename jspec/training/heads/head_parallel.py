@@ -19,9 +19,9 @@ from jaxtyping import Array, Float, Int
 
 from jspec.layers.embedding import embed
 from jspec.layers.norm import Residual
-from jspec.models.decoder import LayerSettings, Params, run_layer
 from jspec.models.heads.eagle3 import save_eagle3
 from jspec.models.heads.feature_head import FeatureHead, run_first_layer
+from jspec.models.layer import LayerSettings, Params, run_layer
 from jspec.pallas_kernels.ops import Ops
 from jspec.spec.head_spec import eagle3_spec
 from jspec.spec.model_spec import ModelSpec

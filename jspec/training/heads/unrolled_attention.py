@@ -22,8 +22,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jspec.layers.embedding import embed
-from jspec.models.decoder import LayerSettings, Params
 from jspec.models.heads.feature_head import run_first_layer
+from jspec.models.layer import LayerSettings, Params
 from jspec.pallas_kernels.kv_write.api import Rotation
 from jspec.pallas_kernels.kv_write.reference import rotate_and_split
 from jspec.pallas_kernels.ops import Ops
