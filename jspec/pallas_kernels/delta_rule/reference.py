@@ -173,7 +173,8 @@ def run_blocks(
     size = tokens.v.shape[0]
     block = min(BLOCK_TOKENS, size)
     places = BlockPlaces.of(cu_q_lens, block)
-    group = min(BLOCKS_AT_ONCE, most_blocks(size, rows=states.shape[0], block=block))
+    most = most_blocks(size, rows=states.shape[0], block=block)
+    group = -(-most // -(-most // BLOCKS_AT_ONCE))  # so that the last group is nearly full, too
 
     def body(
         carry: tuple[jax.Array, jax.Array, jax.Array],
