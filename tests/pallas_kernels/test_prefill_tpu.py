@@ -196,7 +196,9 @@ SLOW = {
         sinks=True,
         sizes=BlockSizes(rows=1024, keys=256),
     ),
-    "four kv heads, group 7": Case(queries=140, batch=2, heads=(28, 4), pages_per_row=10),
+    "four kv heads in turn, group 7": Case(
+        queries=140, batch=2, heads=(28, 4), pages_per_row=10, sizes=BlockSizes()
+    ),
     "window within a page": Case(queries=70, batch=3, window=5, dtype=jnp.bfloat16),
     "nothing written, bf16": Case(queries=70, batch=3, writes=False, dtype=jnp.bfloat16),
     "256 wide": Case(queries=40, batch=2, widths=(256, 256, 256), dtype=jnp.bfloat16),
