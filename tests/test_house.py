@@ -225,7 +225,7 @@ def run_python(code: str, **environment: str) -> str:
         capture_output=True,
         text=True,
         check=False,
-        timeout=120,
+        timeout=500,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
