@@ -116,7 +116,7 @@ def unread(cache: jax.Array) -> jax.Array:
     *("qwen2-xla", "qwen3_moe-xla", "qwen3_moe_mixed-xla", "qwen3_5"),
     *("kimi_k2-xla", "glm4_moe_lite-xla", "glm4_moe-xla", "deepseek_v2", "mistral-xla"),
     *("gemma4-xla", "gemma4_unified-xla", "ministral3-xla", "gpt_oss-reference"),
-    *("step3p5-xla", "minimax_m2-xla"),
+    *("step3p5-xla", "minimax_m2-xla", "deepseek_v32-xla"),
 )
 @pytest.mark.parametrize(
     ("variant", "ops"),

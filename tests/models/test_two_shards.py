@@ -19,7 +19,7 @@ from tests.support.golden_arrays import arrays_of
 REPETITIONS = (
     *("qwen2", "qwen3", "qwen3_moe_mixed", "mistral", "mimo"),
     *("qwen3_5", "qwen3_5_moe"),
-    *("deepseek_v2", "kimi_k2", "glm4_moe_lite", "mistral4", "ministral3"),
+    *("deepseek_v2", "deepseek_v32", "kimi_k2", "glm4_moe_lite", "mistral4", "ministral3"),
     *("gemma4_moe", "gemma4_unified"),
 )
 

@@ -34,7 +34,9 @@ def check_texts(engine: Engine, rescorer: Rescorer, prompt: str) -> list[int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["deepseek_v3", "deepseek_v32"])
+@pytest.mark.parametrize(
+    "family", ["deepseek_v32", pytest.param("deepseek_v3", marks=pytest.mark.exhaustive)]
+)
 def test_an_engine_serves_a_target_with_latents_and_its_own_layer(
     family: str, tmp_path: Path
 ) -> None:

@@ -55,11 +55,11 @@ class Case:
 CHAIN = Case("hybrid", (3, 1, 4), page_size=16, chunk=8, rounds=2)
 LATENT = Case("latent", (3, 3, 10), page_size=4, chunk=8)
 SPARSE = Case("sparse", (3, 3, 10), page_size=4, chunk=8)
+CHAIN_OF_SPARSE = Case("sparse", (3, 1, 4), page_size=1, chunk=32, rounds=2)
 FAST = (CHAIN,)  # a lookup's trees on two shards are test_state_snapshots.py's
 REST = (
     LATENT,
     SPARSE,
-    Case("sparse", (3, 1, 4), page_size=1, chunk=32, rounds=2),
     Case("sparse_fp8", (2, 2, 7), page_size=16, chunk=7),
     Case("latent", (3, 1, 4), page_size=1, chunk=32, rounds=2),
     Case("all_kinds_fp8", (2, 2, 7), page_size=4, chunk=7),
@@ -124,6 +124,11 @@ def engine(case: Case) -> Compiled:
     [
         *(pytest.param(case, id=str(case)) for case in FAST),
         *(pytest.param(case, id=str(case), marks=pytest.mark.slow) for case in REST),
+        pytest.param(
+            CHAIN_OF_SPARSE,
+            id=str(CHAIN_OF_SPARSE),
+            marks=(pytest.mark.slow, pytest.mark.exhaustive),
+        ),
     ],
 )
 def test_speculative_equals_plain(case: Case) -> None:
