@@ -188,7 +188,7 @@ def run_blocks(
         def step(i: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
             states, out = carry
             state = jax.lax.dynamic_index_in_dim(states, row[i], keepdims=False)
-            found, state = blocks.take(i).run(state)
+            found, state = blocks.nth(i).run(state)
             found = jnp.where(valid[i][:, None, None], found, 0)
             states = jax.lax.dynamic_update_index_in_dim(states, state, row[i], 0)
             # What a row's last block writes after the row, the next row's blocks replace.
@@ -472,7 +472,7 @@ class _Blocks:
     right: jax.Array  # multiplied by U, D * Q K^T, (e^(G_last - G) * K)^T: [G, Hv, N + Dk, N]
     carried: jax.Array  # e^G_last: [G, Hv]
 
-    def take(self, i: jax.Array) -> _Blocks:
+    def nth(self, i: jax.Array) -> _Blocks:
         def of(x: jax.Array) -> jax.Array:
             return jax.lax.dynamic_index_in_dim(x, i, keepdims=False)
 
