@@ -44,7 +44,7 @@ class Bounds:
 BOUNDS: Mapping[str, Bounds] = {
     "llama-3.1-8b v6e:2x2 3/4/16 prefill T=1920 sampling": Bounds(
         collectives=15,
-        large_copies=16,
+        large_copies=18,
         loops=3,
         sorts=3,
         inner_loops={"paged_prefill": 5197},
