@@ -35,14 +35,12 @@ def compile_blocks(topology: str, shape: tuple[int, int, int], blocks: int) -> N
     import jax
     import jax.numpy as jnp
     from jax.experimental import pallas as pl
-    from jax.experimental import topologies
     from jax.experimental.pallas import tpu as pltpu
-    from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
     from jspec.pallas_kernels.attention.tpu_kernel import LANES, LOW, absorb_block
 
     plan = plan_of(shape)
-    heads, whole = plan.two_g // 2, PartitionSpec()
+    heads = plan.two_g // 2
 
     def kernel(q: Any, buffers: Any, out: Any, top: Any, total: Any, mixed: Any) -> None:
         refs: Any = SimpleNamespace(q=q, buffers=buffers, top=top, total=total, mixed=mixed)
@@ -77,7 +75,20 @@ def compile_blocks(topology: str, shape: tuple[int, int, int], blocks: int) -> N
             name="attention_block",
         )(q, buffers)
 
-    device = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices[0]
+    compile_for(topology, call, sizes)
+
+
+def compile_for(topology: str, call: Any, sizes: tuple[tuple[int, ...], ...]) -> None:
+    """Compile `call` of bfloat16 arrays of these shapes for one device."""
+    import jax
+    import jax.numpy as jnp
+    from jax.experimental import topologies
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+    device, whole = (
+        topologies.get_topology_desc(platform="tpu", topology_name=topology).devices[0],
+        PartitionSpec(),
+    )
     mesh = Mesh([device], ("x",))
     placed = NamedSharding(mesh, whole)
     step = jax.shard_map(call, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False)

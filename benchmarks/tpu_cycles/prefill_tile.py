@@ -13,7 +13,7 @@ import argparse
 from types import SimpleNamespace
 from typing import Any
 
-from benchmarks.tpu_cycles.attention_block import evaluate
+from benchmarks.tpu_cycles.attention_block import compile_for, evaluate
 from benchmarks.tpu_cycles.chips import chip_of
 from benchmarks.tpu_programs import V6E
 
@@ -50,13 +50,11 @@ def compile_tiles(topology: str, heads: int, kv_heads: int, tiles: int) -> None:
     import jax
     import jax.numpy as jnp
     from jax.experimental import pallas as pl
-    from jax.experimental import topologies
     from jax.experimental.pallas import tpu as pltpu
-    from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
     from jspec.pallas_kernels.prefill.tpu import LOWEST, VMEM_LIMIT, absorb_tile
 
-    shape, whole = shape_of(heads, kv_heads), PartitionSpec()
+    shape = shape_of(heads, kv_heads)
 
     def kernel(q: Any, pairs: Any, out: Any, top: Any, total: Any, mixed: Any) -> None:
         refs: Any = SimpleNamespace(q=q, pairs=pairs, top=top, total=total, mixed=mixed)
@@ -92,12 +90,7 @@ def compile_tiles(topology: str, heads: int, kv_heads: int, tiles: int) -> None:
             name="prefill_tile",
         )(q, pairs)
 
-    device = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices[0]
-    mesh = Mesh([device], ("x",))
-    step = jax.shard_map(call, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False)
-    placed = NamedSharding(mesh, whole)
-    args = [jax.ShapeDtypeStruct(size, jnp.bfloat16, sharding=placed) for size in sizes]
-    jax.jit(step).lower(*args).compile()
+    compile_for(topology, call, sizes)
 
 
 def cycles(topology: str, heads: int, kv_heads: int, tiles: int) -> int:

@@ -201,7 +201,7 @@ class RoundResult:
     num_emitted: np.ndarray
     ids: np.ndarray  # i32[rows, M]; undefined after the first num_emitted
     logprobs: StepLogprobs | None = None  # of the ids, [rows, M, .]
-    # Of the prompt id after each token of the chunks, [tokens of all chunks, 1, .].
+    # They belong to the prompt id after each token of the chunks: [tokens of all chunks, 1, .].
     prompt_logprobs: StepLogprobs | None = None
     hidden: np.ndarray | None = None  # f32[rows, M, E], the state that chose each id
     prompt_hidden: np.ndarray | None = None  # f32[tokens of all chunks, E]

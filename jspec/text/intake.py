@@ -73,7 +73,7 @@ class Prompt:
     extra_key: str | None = None
     priority: int = 0
     caller: str | None = None
-    # Of reasoning that may precede a grammar's text or have a budget; None: from the prompt's end.
+    # Marks of reasoning before a grammar or with a budget; None: those of the prompt's end.
     reasoning: ReasoningMarks | None = None
     shown_ids: frozenset[int] = frozenset()
     lora: str | None = None  # the name of a loaded adapter

@@ -27,7 +27,7 @@ _ASK_SECONDS = 0.5  # interval of the check for Ctrl-C in a wait
 
 # Returns once the weight is on its devices, or returns the host's array unchanged.
 Put = Callable[[ParamSpec, Weight], Weight]
-# The same for a weight that is split along its first dimension; its parts are read one by one.
+# Like Put, for a weight that is split along its first dimension and read part by part.
 ReadPart = Callable[[range], Weight]
 PutParts = Callable[[ParamSpec, ReadPart], Weight]
 

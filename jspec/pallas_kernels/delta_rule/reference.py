@@ -191,7 +191,7 @@ def run_blocks(
             found, state = blocks.nth(i).run(state)
             found = jnp.where(valid[i][:, None, None], found, 0)
             states = jax.lax.dynamic_update_index_in_dim(states, state, row[i], 0)
-            # What a row's last block writes after the row, the next row's blocks replace.
+            # A row's last block writes zeros after the row; the next row's blocks replace them.
             out = jax.lax.dynamic_update_slice_in_dim(out, found, jnp.minimum(first[i], size), 0)
             return states, out
 

@@ -38,7 +38,7 @@ HOPE = 2.0  # successful verifications that an optimistic estimate adds
 # such as compiling.
 HOPED_COST = 0.3
 COST_GAIN, COST_CLIP = 0.05, 0.05  # gain, and cap on the relative deviation, of a cost correction
-# The same for probes faster than expected: they are short, and a slow host only adds time.
+# Gain and cap for probes faster than expected: they are short, and a slow host only adds time.
 LESS_GAIN, LESS_CLIP = 0.3, 0.5
 PROBE_SHARE = 0.008  # of all time may be lost by probes
 LEAST_LOSS = 0.1  # share of a probe's time that counts as lost at least
