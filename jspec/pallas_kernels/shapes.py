@@ -42,12 +42,17 @@ class ModelShape:
 
     @property
     def moe_params(self) -> dict[str, dict[str, tuple[int, ...]]]:
-        """Shapes of an MoE's weights, as `Ops.moe_of_sum` takes them. Raises TypeError."""
+        """Shapes of an MoE's weights without a shared expert's, as `Ops.moe_of_sum` takes them.
+
+        Raises TypeError.
+        """
         if not isinstance(self.ffn, MoESpec):
             raise TypeError("the model has a dense MLP; expected an MoE")
         X, (E, inner) = self.ffn.num_experts, self.widths
         router: dict[str, tuple[int, ...]] = {"kernel": (E, X)}
         experts: dict[str, tuple[int, ...]] = {"gate_up": (X, E, 2 * inner), "down": (X, inner, E)}
+        if self.ffn.has_router_bias:
+            router["router_bias"] = (X,)
         if self.ffn.bias:
             router["bias"] = (X,)
             experts |= {"gate_up_bias": (X, 2 * inner), "down_bias": (X, E)}
@@ -122,7 +127,14 @@ GLM_4_7_FLASH = ModelShape(  # all layers cache latents
     hidden_size=2048,
     vocab_size=154880,
     attention=AttentionSpec(num_heads=20, num_kv_heads=20, head_dim=256),
-    ffn=MoESpec(num_experts=64, top_k=4, inner=1536, routing=Routing.SIGMOID_THEN_TOP_NORMALIZED),
+    ffn=MoESpec(
+        num_experts=64,
+        top_k=4,
+        inner=1536,
+        routing=Routing.SIGMOID_THEN_TOP_NORMALIZED,
+        weight_scale=1.8,
+        shared=DenseSpec(inner=1536),
+    ),
     mixer=LatentAttentionSpec(
         num_heads=20,
         num_kv_heads=20,

@@ -14,7 +14,7 @@ from jspec.layers.linear import Shard
 from jspec.layers.moe import moe_of_sum, route
 from jspec.layers.norm import Residual, norm_of_sum
 from jspec.pallas_kernels.bundles import OPS
-from jspec.pallas_kernels.shapes import GPT_OSS_20B, QWEN3_30B_A3B
+from jspec.pallas_kernels.shapes import GLM_4_7_FLASH, GPT_OSS_20B, QWEN3_30B_A3B
 from jspec.spec.model_spec import DenseSpec, Gate, MoESpec, Routing
 
 EPS = 1e-5
@@ -141,7 +141,8 @@ def on_the_chip(model: str, tokens: int) -> list[tuple[np.ndarray, np.ndarray]]:
 
     There are few experts, so that XLA's dense form stays small.
     """
-    shape, num_experts = (GPT_OSS_20B, 8) if model == "gpt-oss" else (QWEN3_30B_A3B, 16)
+    shapes = {"gpt-oss": (GPT_OSS_20B, 8), "qwen": (QWEN3_30B_A3B, 16), "glm": (GLM_4_7_FLASH, 16)}
+    shape, num_experts = shapes[model]
     assert isinstance(shape.ffn, MoESpec)
     spec = replace(shape.ffn, num_experts=num_experts)
     case = Case(tokens, shape.hidden_size, spec, jnp.bfloat16)

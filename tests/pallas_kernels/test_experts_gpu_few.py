@@ -229,7 +229,7 @@ def test_the_kernels_refuse_what_they_do_not_serve(
 
 @needs_gpu
 @pytest.mark.parametrize("tokens", [1, 4, 16])
-@pytest.mark.parametrize("model", ["qwen", "gpt-oss"])
+@pytest.mark.parametrize("model", ["qwen", "gpt-oss", "glm"])
 def test_equals_xla_on_the_chip(model: str, tokens: int) -> None:
     for mine, wanted in on_the_chip(model, tokens):
         np.testing.assert_allclose(mine, wanted, rtol=0, atol=2**-5 * np.abs(wanted).max())

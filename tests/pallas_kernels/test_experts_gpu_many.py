@@ -73,7 +73,7 @@ def test_the_scores_are_the_routers_product(
 
 @needs_gpu
 @pytest.mark.parametrize("tokens", [17, 64, 256, 1000])
-@pytest.mark.parametrize("model", ["qwen", "gpt-oss"])
+@pytest.mark.parametrize("model", ["qwen", "gpt-oss", "glm"])
 def test_equals_xla_on_the_chip(model: str, tokens: int) -> None:
     for mine, wanted in on_the_chip(model, tokens):
         # A token whose k-th and next expert are all but level may go to the other one.
