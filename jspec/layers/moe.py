@@ -106,7 +106,11 @@ def moe(
         limit = spec.shared.limit
         shared = gated_mlp(params["shared"], x, shard=shard, ops=ops, limit=limit)
         if spec.shared_gate:
-            share = jax.nn.sigmoid(logits_of(x, params["shared_gate"]["kernel"]))
+            # A sum: XLA for GPUs cannot compile a product of one token and one column.
+            gates = x.astype(jnp.float32) * params["shared_gate"]["kernel"][:, 0].astype(
+                jnp.float32
+            )
+            share = jax.nn.sigmoid(jnp.sum(gates, axis=-1, keepdims=True))
             shared = shared * share.astype(shared.dtype)
         out = out + shared
     return out
