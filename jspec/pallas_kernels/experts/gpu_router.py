@@ -19,6 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float, Int
 
+from jspec.pallas_kernels.experts.tuning import RANKED_IN_PLACE
 from jspec.spec.model_spec import MoESpec, Routing
 
 SLICE = 256  # inputs of the router per program
@@ -161,6 +162,11 @@ def rule_of(router: Mapping[str, jax.Array], spec: MoESpec, *, dtype: Any) -> di
     }
 
 
+def warps_of(num_experts: int) -> int:
+    """Return warps that compare all pairs of experts with little left for each thread."""
+    return 4 if num_experts <= RANKED_IN_PLACE else 8
+
+
 def choose(
     shares: Float[Array, "S T X"],
     bias: Float[Array, "X"] | None,
@@ -191,7 +197,7 @@ def choose(
         ),
         grid=(num_tokens,),
         out_shape=tuple(jax.ShapeDtypeStruct(shape, kind) for kind in (jnp.int32, jnp.float32)),
-        compiler_params=plt.CompilerParams(num_warps=4, num_stages=1),
+        compiler_params=plt.CompilerParams(num_warps=warps_of(shares.shape[2]), num_stages=1),
         interpret=interpret,
         name="experts_choose",
     )(shares, *(part for part in (bias, router_bias) if part is not None))
