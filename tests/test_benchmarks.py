@@ -34,7 +34,7 @@ from jspec.models.files.checkpoint import load_model_spec
 from jspec.models.heads.eagle3_config import load_eagle3_config
 from jspec.models.registry import table_of
 from jspec.pallas_kernels.shapes import MODELS
-from jspec.spec.model_spec import MoESpec
+from jspec.spec.layers.feed_forward import MoESpec
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY = replace(WORKLOADS["tiny"], batches=(1,), prefills=((1, 8),))

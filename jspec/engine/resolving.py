@@ -23,7 +23,8 @@ from jspec.pallas_kernels.bundles import OPS, choose_ops
 from jspec.pallas_kernels.ops import Ops
 from jspec.spec import indexing
 from jspec.spec.cache_entry import FP8
-from jspec.spec.model_spec import AttentionSpec, ModelSpec
+from jspec.spec.layers.attention import AttentionSpec
+from jspec.spec.model_spec import ModelSpec
 
 LARGE_GPU_BYTES = 48 * 10**9  # memory that jax may use
 # Clients send a whole benchmark or batch at once, and a waiting request costs only its ids.

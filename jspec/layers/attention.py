@@ -22,7 +22,7 @@ from jspec.pallas_kernels.fp8_product.api import Activations, rearranged, values
 from jspec.pallas_kernels.kv_write.api import HeadNorms, Rotation
 from jspec.pallas_kernels.kv_write.reference import rotate_and_split
 from jspec.pallas_kernels.ops import Ops
-from jspec.spec.model_spec import AttentionSpec
+from jspec.spec.layers.attention import AttentionSpec
 
 # (heads[*b, H + 2G, D], rotation, sinks[H] or None) -> out[*b, H, D], which may be Scaled
 Attend = Callable[[jax.Array, Rotation, jax.Array | None], Any]

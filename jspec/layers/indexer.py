@@ -19,7 +19,7 @@ from jspec.layers.rope import in_halves
 from jspec.pallas_kernels.kv_write.reference import rotate
 from jspec.pallas_kernels.latent_attention.xla import Index
 from jspec.pallas_kernels.ops import Ops
-from jspec.spec.model_spec import IndexerSpec
+from jspec.spec.layers.attention import IndexerSpec
 
 
 def index_of(

@@ -20,7 +20,7 @@ from jspec.layers.norm import norm
 from jspec.layers.rope import angles_of, grown, in_halves
 from jspec.pallas_kernels.kv_write.reference import rotate
 from jspec.pallas_kernels.ops import Ops
-from jspec.spec.model_spec import LatentAttentionSpec
+from jspec.spec.layers.attention import LatentAttentionSpec
 
 # (queries[T, H, rank + rope], records[T, rank + rope]) -> out[T, H, rank or more]; with an indexer
 # also `index=Index(...)`

@@ -20,7 +20,7 @@ from jspec.layers.norm import Residual, norm_of_sum
 from jspec.pallas_kernels.experts.api import biases_of
 from jspec.pallas_kernels.ops import Ops
 from jspec.spec.axes import DATA, EXPERT
-from jspec.spec.model_spec import MoESpec, Routing
+from jspec.spec.layers.feed_forward import MoESpec, Routing
 
 
 def route(

@@ -14,7 +14,9 @@ from jspec.models.layer_params import (
     product,
 )
 from jspec.models.params import FLOAT32, Form, Init, ParamSpec, ParamTable, Part, prefixed
-from jspec.spec.model_spec import DeltaNetSpec, LatentAttentionSpec, Mixer, ModelSpec
+from jspec.spec.layers.attention import LatentAttentionSpec
+from jspec.spec.layers.delta_net import DeltaNetSpec
+from jspec.spec.model_spec import Mixer, ModelSpec
 from jspec.spec.weight_format import Op
 
 

@@ -12,13 +12,9 @@ from jspec.models.decoder_params import decoder_params
 from jspec.models.heads.head_params import HeadNames
 from jspec.models.params import ParamTable
 from jspec.spec.head_spec import HeadSpec
-from jspec.spec.model_spec import (
-    AttentionSpec,
-    DenseSpec,
-    FeedForward,
-    LayerSpec,
-    ModelSpec,
-)
+from jspec.spec.layers.attention import AttentionSpec
+from jspec.spec.layers.feed_forward import DenseSpec, FeedForward
+from jspec.spec.model_spec import LayerSpec, ModelSpec
 from jspec.spec.rope_io import TABLES, read_rope, rope_json
 
 FULL, SLIDING = "full_attention", "sliding_attention"

@@ -20,14 +20,10 @@ from jspec.layers.norm import Residual, norm_for
 from jspec.layers.sandwich import run_sandwich
 from jspec.pallas_kernels.fp8_product.api import Activations, values_of
 from jspec.pallas_kernels.ops import Ops
-from jspec.spec.model_spec import (
-    AttentionSpec,
-    DeltaNetSpec,
-    LatentAttentionSpec,
-    LayerSpec,
-    Mixer,
-    MoESpec,
-)
+from jspec.spec.layers.attention import AttentionSpec, LatentAttentionSpec
+from jspec.spec.layers.delta_net import DeltaNetSpec
+from jspec.spec.layers.feed_forward import MoESpec
+from jspec.spec.model_spec import LayerSpec, Mixer
 from jspec.spec.sandwich import SandwichSpec
 
 Params = dict[str, Any]

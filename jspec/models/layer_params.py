@@ -17,14 +17,8 @@ from jspec.models.params import (
     prefixed,
 )
 from jspec.spec.axes import Axes
-from jspec.spec.model_spec import (
-    AttentionSpec,
-    DenseSpec,
-    FeedForward,
-    HeadGate,
-    LatentAttentionSpec,
-    MoESpec,
-)
+from jspec.spec.layers.attention import AttentionSpec, HeadGate, LatentAttentionSpec
+from jspec.spec.layers.feed_forward import DenseSpec, FeedForward, MoESpec
 from jspec.spec.weight_format import Op
 
 

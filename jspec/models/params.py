@@ -21,7 +21,7 @@ import numpy.typing as npt
 from jspec.config.expert_placement import ExpertMap
 from jspec.errors import ConfigError
 from jspec.spec.axes import EXPERT, MODEL, TENSOR, Axes, MeshAxis, mesh_axis
-from jspec.spec.model_spec import MoESpec
+from jspec.spec.layers.feed_forward import MoESpec
 from jspec.spec.weight_format import MXFP4, Dense, Formats, Op, Shape, WeightFormat
 
 ParamPath = tuple[str | int, ...]

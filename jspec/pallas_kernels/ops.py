@@ -37,7 +37,8 @@ from jspec.pallas_kernels.latent_attention import reference as latent_attention
 from jspec.pallas_kernels.latent_attention import xla as sparse
 from jspec.pallas_kernels.latent_attention.xla import Index
 from jspec.pallas_kernels.sample import reference as sample
-from jspec.spec.model_spec import Gate, LatentAttentionSpec, MoESpec
+from jspec.spec.layers.attention import LatentAttentionSpec
+from jspec.spec.layers.feed_forward import Gate, MoESpec
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,8 @@ from dataclasses import fields, replace
 from typing import Any
 
 from jspec.errors import ConfigError
-from jspec.spec.model_spec import LayerSpec, ModelSpec, MoESpec
+from jspec.spec.layers.feed_forward import MoESpec
+from jspec.spec.model_spec import LayerSpec, ModelSpec
 
 
 def has_experts(spec: ModelSpec) -> bool:

@@ -30,7 +30,10 @@ from jspec.models.layer_params import dense_params, expert_params
 from jspec.models.params import ParamSpec, ParamTable
 from jspec.models.placement import place_of
 from jspec.models.registry import table_of
-from jspec.spec.model_spec import AttentionSpec, DeltaNetSpec, Mixer, MoESpec, uniform_decoder
+from jspec.spec.layers.attention import AttentionSpec
+from jspec.spec.layers.delta_net import DeltaNetSpec
+from jspec.spec.layers.feed_forward import MoESpec
+from jspec.spec.model_spec import Mixer, uniform_decoder
 from tests.models.random_params import assert_same, random_params, value_at
 
 GOLDEN = Path(__file__).parents[1] / "golden"

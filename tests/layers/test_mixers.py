@@ -26,7 +26,9 @@ from jspec.models.placement import init_params, nested
 from jspec.pallas_kernels.delta_rule import reference
 from jspec.pallas_kernels.delta_rule.reference import CARRIED, load_snapshots, save_snapshots
 from jspec.pallas_kernels.ops import Ops, ReferenceOps
-from jspec.spec.model_spec import DeltaNetSpec, IndexerSpec, LatentAttentionSpec, Mixer
+from jspec.spec.layers.attention import IndexerSpec, LatentAttentionSpec
+from jspec.spec.layers.delta_net import DeltaNetSpec
+from jspec.spec.model_spec import Mixer
 from tests.layers.mixer_reference import delta_reference, latent_reference
 from tests.layers.mixer_rows import (
     CHUNK,

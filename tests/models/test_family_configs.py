@@ -12,16 +12,10 @@ import pytest
 from jspec.errors import CheckpointError, ConfigError, JspecError
 from jspec.models.files.checkpoint import load_model_spec
 from jspec.models.registry import family_named
-from jspec.spec.model_spec import (
-    AttentionSpec,
-    DeltaNetSpec,
-    DenseSpec,
-    HeadGate,
-    LayerSpec,
-    ModelSpec,
-    MoESpec,
-    Routing,
-)
+from jspec.spec.layers.attention import AttentionSpec, HeadGate
+from jspec.spec.layers.delta_net import DeltaNetSpec
+from jspec.spec.layers.feed_forward import DenseSpec, MoESpec, Routing
+from jspec.spec.model_spec import LayerSpec, ModelSpec
 from jspec.spec.rope import RopeConfig
 from tests.speculative.mtp_checkpoints import QWEN3_5_27B, QWEN3_NEXT_80B
 

@@ -33,14 +33,9 @@ from jspec.models.layer import Params
 from jspec.models.params import with_formats
 from jspec.models.placement import nested
 from jspec.models.registry import family_named, table_of
-from jspec.spec.model_spec import (
-    AttentionSpec,
-    Gate,
-    LayerSpec,
-    ModelSpec,
-    MoESpec,
-    Routing,
-)
+from jspec.spec.layers.attention import AttentionSpec
+from jspec.spec.layers.feed_forward import Gate, MoESpec, Routing
+from jspec.spec.model_spec import LayerSpec, ModelSpec
 from jspec.spec.rope import RopeConfig, YarnConfig
 from jspec.spec.weight_format import Formats
 from tests.models.random_params import assert_same, random_params

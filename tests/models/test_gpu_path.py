@@ -37,7 +37,8 @@ from jspec.pallas_kernels.gated_mlp.tuning import GatedTuning
 from jspec.pallas_kernels.ops import Ops
 from jspec.spec.cache_entry import FP8
 from jspec.spec.head_spec import eagle3_spec
-from jspec.spec.model_spec import ModelSpec, MoESpec, cache_groups, cached_in, uniform_decoder
+from jspec.spec.layers.feed_forward import MoESpec
+from jspec.spec.model_spec import ModelSpec, cache_groups, cached_in, uniform_decoder
 from tests.pallas_kernels.chips import needs_mosaic_gpu
 from tests.support.caches import empty_pools
 

@@ -19,7 +19,9 @@ from jspec.errors import CheckpointError, ConfigError, JspecError
 from jspec.models.files.checkpoint import load_model_spec, load_target
 from jspec.models.files.fp8 import declared_forms
 from jspec.models.registry import family_named, table_of
-from jspec.spec.model_spec import AttentionSpec, LayerSpec, ModelSpec, MoESpec, Routing
+from jspec.spec.layers.attention import AttentionSpec
+from jspec.spec.layers.feed_forward import MoESpec, Routing
+from jspec.spec.model_spec import LayerSpec, ModelSpec
 from jspec.spec.rope import RopeConfig
 from jspec.spec.weight_format import FP8
 from tests.models.random_params import assert_same

@@ -20,7 +20,8 @@ from jspec.models.layer_params import attention_params, expert_params
 from jspec.models.params import Form, ParamSpec, ParamTable, Part, shard_columns
 from jspec.models.placement import abstract_params, nested
 from jspec.models.registry import table_of
-from jspec.spec.model_spec import AttentionSpec, MoESpec
+from jspec.spec.layers.attention import AttentionSpec
+from jspec.spec.layers.feed_forward import MoESpec
 from tests.models.random_params import assert_same, random_params, value_at
 from tests.support.tiny_models import tiny_target_config
 

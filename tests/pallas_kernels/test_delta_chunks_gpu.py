@@ -19,7 +19,7 @@ from jspec.pallas_kernels.delta_rule.tuning import ChunkTuning
 from jspec.pallas_kernels.ops import Ops
 from jspec.pallas_kernels.shapes import QWEN3_5_9B
 from jspec.spec.cache_entry import CacheLayout
-from jspec.spec.model_spec import DeltaNetSpec
+from jspec.spec.layers.delta_net import DeltaNetSpec
 from tests.layers.mixer_rows import Rows
 from tests.layers.test_mixers import mixed_of
 

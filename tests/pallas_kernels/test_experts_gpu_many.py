@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jspec.pallas_kernels.experts.gpu_router import score
-from jspec.spec.model_spec import Routing
+from jspec.spec.layers.feed_forward import Routing
 from tests.pallas_kernels.chips import needs_gpu
 from tests.pallas_kernels.moe_cases import (
     BY_SIGMOID,

@@ -35,7 +35,7 @@ from jspec.models.placement import init_params
 from jspec.models.registry import DRAFTS, family_named, table_of
 from jspec.pallas_kernels.attention.api import AttentionMetadata
 from jspec.pallas_kernels.ops import Ops
-from jspec.spec.model_spec import DenseSpec, Gate, MoESpec
+from jspec.spec.layers.feed_forward import DenseSpec, Gate, MoESpec
 from jspec.spec.rope import RopeConfig
 from tests.models.dense_forward import dense_forward
 from tests.models.head_laws import check_head

@@ -18,7 +18,9 @@ from jspec.spec.accelerators import GIB, DeviceGroup
 from jspec.spec.axes import mesh_axis
 from jspec.spec.cache_entry import CacheLayout, Latent, bytes_per_unit
 from jspec.spec.cache_groups import CacheGroup, cache_bytes, slot_groups
-from jspec.spec.model_spec import AttentionSpec, ModelSpec, MoESpec
+from jspec.spec.layers.attention import AttentionSpec
+from jspec.spec.layers.feed_forward import MoESpec
+from jspec.spec.model_spec import ModelSpec
 from jspec.spec.weight_format import itemsize, num_bytes
 
 CLOSE = 1.03  # among times within this factor, the one with fewer devices per engine is chosen

@@ -30,7 +30,8 @@ from jspec.spec.cache_groups import (
     slot_groups,
     snapshot_groups,
 )
-from jspec.spec.model_spec import AttentionSpec, ModelSpec
+from jspec.spec.layers.attention import AttentionSpec
+from jspec.spec.model_spec import ModelSpec
 
 log = logging.getLogger(__name__)
 

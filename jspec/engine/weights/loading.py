@@ -52,7 +52,9 @@ from jspec.spec.expert_shards import (
     on_expert_shards,
     places_experts,
 )
-from jspec.spec.model_spec import DeltaNetSpec, DenseSpec, ModelSpec, MoESpec, cached_in
+from jspec.spec.layers.delta_net import DeltaNetSpec
+from jspec.spec.layers.feed_forward import DenseSpec, MoESpec
+from jspec.spec.model_spec import ModelSpec, cached_in
 from jspec.spec.weight_format import num_bytes
 from jspec.speculative.drafter import Drafter
 from jspec.speculative.drafters.registry import DRAFTERS, source_of

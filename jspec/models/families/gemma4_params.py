@@ -15,7 +15,8 @@ from jspec.models.params import (
     or_nested,
     prefixed,
 )
-from jspec.spec.model_spec import DenseSpec, ModelSpec, MoESpec
+from jspec.spec.layers.feed_forward import DenseSpec, MoESpec
+from jspec.spec.model_spec import ModelSpec
 from jspec.spec.sandwich import SandwichSpec
 from jspec.spec.weight_format import Op
 

@@ -29,7 +29,8 @@ from jspec.models.family import (
 )
 from jspec.models.files.fp8 import check_quantization
 from jspec.spec.head_spec import HeadSpec
-from jspec.spec.model_spec import AttentionSpec, ModelSpec
+from jspec.spec.layers.attention import AttentionSpec
+from jspec.spec.model_spec import ModelSpec
 
 KNOWN = OF_RECURRENT_LAYERS | {"use_qk_norm"}
 BEYOND = 1 << 31  # the index of a layer after all dense ones

@@ -24,7 +24,8 @@ from jspec.models.family import (
 )
 from jspec.models.layer_params import product
 from jspec.models.params import Form, Init, ParamSpec, ParamTable, Part, of_experts, prefixed
-from jspec.spec.model_spec import FeedForward, Gate, ModelSpec, MoESpec, Routing
+from jspec.spec.layers.feed_forward import FeedForward, Gate, MoESpec, Routing
+from jspec.spec.model_spec import ModelSpec
 from jspec.spec.rope_io import TABLES
 from jspec.spec.weight_format import MXFP4, Op
 

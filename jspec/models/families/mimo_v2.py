@@ -31,15 +31,9 @@ from jspec.models.files.fp8 import check_quantization
 from jspec.models.heads.head_params import HeadNames
 from jspec.models.params import ParamTable
 from jspec.spec.head_spec import HeadSpec, mtp_spec
-from jspec.spec.model_spec import (
-    AttentionSpec,
-    DenseSpec,
-    FeedForward,
-    LayerSpec,
-    ModelSpec,
-    MoESpec,
-    Routing,
-)
+from jspec.spec.layers.attention import AttentionSpec
+from jspec.spec.layers.feed_forward import DenseSpec, FeedForward, MoESpec, Routing
+from jspec.spec.model_spec import LayerSpec, ModelSpec
 from jspec.spec.rope_io import TABLES
 
 SINKS = ("attention_sink_bias", "sinks")  # published, transformers 5

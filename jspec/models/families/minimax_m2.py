@@ -24,7 +24,8 @@ from jspec.models.family import (
 from jspec.models.files.fp8 import check_quantization
 from jspec.models.layer_params import expert_params
 from jspec.models.params import FLOAT32, ParamSpec, ParamTable
-from jspec.spec.model_spec import FeedForward, ModelSpec, MoESpec, Routing
+from jspec.spec.layers.feed_forward import FeedForward, MoESpec, Routing
+from jspec.spec.model_spec import ModelSpec
 
 HEAD_DIM, THETA = 128, 5e6  # transformers' defaults
 # Published values of keys whose other values would change the computation.

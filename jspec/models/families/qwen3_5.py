@@ -15,7 +15,8 @@ from jspec.models.decoder_params import decoder_params
 from jspec.models.families.qwen3_next import MTP, hybrid_json, less_one, read_hybrid
 from jspec.models.family import Family, text_fields
 from jspec.models.params import ParamTable, or_nested
-from jspec.spec.model_spec import ModelSpec, MoESpec
+from jspec.spec.layers.feed_forward import MoESpec
+from jspec.spec.model_spec import ModelSpec
 
 DENSE = ("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration")
 MOE = ("Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration")

@@ -22,7 +22,8 @@ from jspec.models.family import (
     read_windows,
 )
 from jspec.models.files.fp8 import check_quantization
-from jspec.spec.model_spec import DenseSpec, FeedForward, ModelSpec, MoESpec, Routing
+from jspec.spec.layers.feed_forward import DenseSpec, FeedForward, MoESpec, Routing
+from jspec.spec.model_spec import ModelSpec
 
 
 def read(fields: Fields) -> ModelSpec:

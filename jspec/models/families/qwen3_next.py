@@ -40,18 +40,10 @@ from jspec.models.heads.head_params import HeadNames
 from jspec.models.layer_params import zero_centred
 from jspec.models.params import ParamTable, Part
 from jspec.spec.head_spec import HeadSpec, mtp_spec
-from jspec.spec.model_spec import (
-    AttentionSpec,
-    DeltaNetSpec,
-    DenseSpec,
-    FeedForward,
-    HeadGate,
-    LayerSpec,
-    Mixer,
-    ModelSpec,
-    MoESpec,
-    Routing,
-)
+from jspec.spec.layers.attention import AttentionSpec, HeadGate
+from jspec.spec.layers.delta_net import DeltaNetSpec
+from jspec.spec.layers.feed_forward import DenseSpec, FeedForward, MoESpec, Routing
+from jspec.spec.model_spec import LayerSpec, Mixer, ModelSpec
 
 NAMES = HeadNames(
     prefix="mtp.layers.{}.",

@@ -44,17 +44,9 @@ from jspec.models.params import (
     prefixed,
 )
 from jspec.spec.head_spec import HeadSpec, mtp_spec
-from jspec.spec.model_spec import (
-    AttentionSpec,
-    DenseSpec,
-    FeedForward,
-    Gate,
-    HeadGate,
-    LayerSpec,
-    ModelSpec,
-    MoESpec,
-    Routing,
-)
+from jspec.spec.layers.attention import AttentionSpec, HeadGate
+from jspec.spec.layers.feed_forward import DenseSpec, FeedForward, Gate, MoESpec, Routing
+from jspec.spec.model_spec import LayerSpec, ModelSpec
 from jspec.spec.rope_io import read_rope, rope_json
 
 NAMES = HeadNames(

@@ -31,7 +31,8 @@ from jspec.models.files.tensor_files import Tensors, write_checkpoint
 from jspec.models.params import ParamTable, with_expert_map, with_formats
 from jspec.models.placement import nested
 from jspec.models.registry import family_named, family_of, table_of
-from jspec.spec.model_spec import ModelSpec, MoESpec
+from jspec.spec.layers.feed_forward import MoESpec
+from jspec.spec.model_spec import ModelSpec
 from jspec.spec.weight_format import FP8, Formats
 
 GIB = 1 << 30

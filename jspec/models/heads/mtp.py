@@ -34,7 +34,8 @@ from jspec.models.heads.target_copies import Copies, TargetCopy
 from jspec.models.params import Form, ParamSpec, ParamTable, Part
 from jspec.models.registry import DRAFTS, FAMILIES, family_named
 from jspec.spec.head_spec import HeadSpec, mtp_spec
-from jspec.spec.model_spec import HeadGate, LayerSpec, ModelSpec
+from jspec.spec.layers.attention import HeadGate
+from jspec.spec.model_spec import LayerSpec, ModelSpec
 from jspec.spec.weight_format import Formats
 
 HIDDEN_FIRST = "mtp_hidden_states_first"  # transformers' key

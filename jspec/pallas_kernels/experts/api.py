@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jspec.device.pytree import pytree, static
-from jspec.spec.model_spec import Gate
+from jspec.spec.layers.feed_forward import Gate
 
 KERNEL_GATES = frozenset({Gate.SILU, Gate.SILU_WITHIN_7, Gate.CLAMPED})  # XLA computes the others
 

@@ -24,7 +24,7 @@ from jspec.pallas_kernels.experts.gpu_blocks import make_blocks
 from jspec.pallas_kernels.experts.gpu_mxfp4 import packed_products
 from jspec.pallas_kernels.experts.reference import gated
 from jspec.pallas_kernels.experts.tuning import ExpertsTuning, check_tiles, sizes_of
-from jspec.spec.model_spec import Gate
+from jspec.spec.layers.feed_forward import Gate
 
 
 def run_experts(

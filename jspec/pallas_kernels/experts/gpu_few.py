@@ -40,7 +40,7 @@ from jspec.pallas_kernels.experts.tuning import (
     check_tiles,
     sizes_of,
 )
-from jspec.spec.model_spec import Gate, MoESpec, Routing
+from jspec.spec.layers.feed_forward import Gate, MoESpec, Routing
 
 
 class Shared(NamedTuple):

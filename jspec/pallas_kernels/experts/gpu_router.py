@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float, Int
 
-from jspec.spec.model_spec import MoESpec, Routing
+from jspec.spec.layers.feed_forward import MoESpec, Routing
 
 SLICE = 256  # inputs of the router per program
 TILE = 16  # experts per program: 32 bytes of a row of weights

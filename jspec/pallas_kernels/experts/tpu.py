@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Int
 
 from jspec.pallas_kernels.experts.api import ExpertBlocks, Mixed
 from jspec.pallas_kernels.experts.reference import blocks_of, gated
-from jspec.spec.model_spec import Gate
+from jspec.spec.layers.feed_forward import Gate
 
 # Average rows per expert up to which the kernel is used instead of XLA's product. Estimated: at
 # this many rows every chip is still bound by reading weights.

@@ -22,7 +22,7 @@ from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float
 
 from jspec.pallas_kernels.kv_write.reference import turn
-from jspec.spec.model_spec import LatentAttentionSpec
+from jspec.spec.layers.attention import LatentAttentionSpec
 
 MOST_TOKENS = 16  # rows of the smallest tensor core tile
 DEEP = 64  # inputs of one iteration

@@ -13,13 +13,9 @@ from jaxtyping import Array, Int
 
 from jspec.device.pytree import pytree, static
 from jspec.models.layer import Params
-from jspec.spec.model_spec import (
-    AttentionSpec,
-    DenseSpec,
-    LatentAttentionSpec,
-    LayerSpec,
-    ModelSpec,
-)
+from jspec.spec.layers.attention import AttentionSpec, LatentAttentionSpec
+from jspec.spec.layers.feed_forward import DenseSpec
+from jspec.spec.model_spec import LayerSpec, ModelSpec
 from jspec.spec.rope import RopeConfig
 
 

@@ -18,7 +18,8 @@ from jspec.models.families.latent.deepseek_v3 import (
     read_moe,
 )
 from jspec.models.family import Family
-from jspec.spec.model_spec import ModelSpec, MoESpec, Routing
+from jspec.spec.layers.feed_forward import MoESpec, Routing
+from jspec.spec.model_spec import ModelSpec
 
 GREEDY, GROUPED = "greedy", "group_limited_greedy"
 

@@ -29,15 +29,9 @@ from jspec.models.family import (
 from jspec.models.files.fp8 import check_quantization
 from jspec.models.heads.head_params import HeadNames
 from jspec.spec.head_spec import HeadSpec, mtp_spec
-from jspec.spec.model_spec import (
-    DenseSpec,
-    FeedForward,
-    IndexerSpec,
-    LatentAttentionSpec,
-    ModelSpec,
-    MoESpec,
-    Routing,
-)
+from jspec.spec.layers.attention import IndexerSpec, LatentAttentionSpec
+from jspec.spec.layers.feed_forward import DenseSpec, FeedForward, MoESpec, Routing
+from jspec.spec.model_spec import ModelSpec
 from jspec.spec.rope import RopeConfig
 from jspec.spec.rope_io import read_rope, yarn_mscale
 

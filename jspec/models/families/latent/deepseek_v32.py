@@ -22,7 +22,8 @@ from jspec.models.families.latent.deepseek_v3 import (
 from jspec.models.families.latent.glm4_moe_lite import kinds_json, with_num_dense
 from jspec.models.family import OF_RECURRENT_LAYERS, Family, MtpFamily
 from jspec.spec.head_spec import HeadSpec
-from jspec.spec.model_spec import IndexerSpec, LatentAttentionSpec, ModelSpec
+from jspec.spec.layers.attention import IndexerSpec, LatentAttentionSpec
+from jspec.spec.model_spec import ModelSpec
 
 INDEXED = "indexed_attention"  # transformers' kind of all layers
 INTERLEAVED, TYPES = "indexer_rope_interleave", "indexer_types"

@@ -18,7 +18,8 @@ from jspec.models.families.latent.deepseek_v3 import (
 )
 from jspec.models.family import OF_RECURRENT_LAYERS, Family, MtpFamily
 from jspec.spec.head_spec import HeadSpec
-from jspec.spec.model_spec import DenseSpec, ModelSpec
+from jspec.spec.layers.feed_forward import DenseSpec
+from jspec.spec.model_spec import ModelSpec
 
 DENSE, SPARSE = "dense", "sparse"
 

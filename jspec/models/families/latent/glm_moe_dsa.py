@@ -22,7 +22,8 @@ from jspec.models.families.latent.deepseek_v32 import (
 )
 from jspec.models.family import Family, MtpFamily
 from jspec.spec.head_spec import HeadSpec
-from jspec.spec.model_spec import LatentAttentionSpec, LayerSpec, ModelSpec
+from jspec.spec.layers.attention import LatentAttentionSpec
+from jspec.spec.model_spec import LayerSpec, ModelSpec
 
 FULL, SHARED = "full", "shared"
 LETTERS = {"F": FULL, "S": SHARED}

@@ -24,7 +24,9 @@ from jspec.models.family import Family, read_decoder, without_partial_rotary
 from jspec.models.files.fp8 import check_quantization
 from jspec.models.layer_params import ffn_params
 from jspec.models.params import ParamTable, or_nested
-from jspec.spec.model_spec import AttentionSpec, FeedForward, ModelSpec, Routing
+from jspec.spec.layers.attention import AttentionSpec
+from jspec.spec.layers.feed_forward import FeedForward, Routing
+from jspec.spec.model_spec import ModelSpec
 from jspec.spec.rope import QueryGrowth
 from jspec.spec.rope_io import TABLES
 
