@@ -27,7 +27,9 @@ from jspec.models.files.checkpoint import (
     save_target,
 )
 from jspec.models.files.mxfp4 import E2M1
-from jspec.models.files.stored import check_names, on_host, param_reads, stored_tensors
+from jspec.models.files.stored import on_host, param_reads
+from jspec.models.files.stored_names import check_names
+from jspec.models.files.stored_tensors import stored_tensors
 from jspec.models.files.tensor_files import open_tensors
 from jspec.models.layer import Params
 from jspec.models.params import with_formats

@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
 from jspec.errors import CheckpointError, ConfigError
-from jspec.models.files.stored import check_names, on_host, param_reads, read_param, stored_tensors
+from jspec.models.files.stored import on_host, param_reads, read_param
+from jspec.models.files.stored_names import check_names
+from jspec.models.files.stored_tensors import stored_tensors
 from jspec.models.files.tensor_files import StoredFile, open_tensors
 from jspec.models.layer_params import attention_params, expert_params
 from jspec.models.params import Form, ParamSpec, ParamTable, Part, shard_columns
