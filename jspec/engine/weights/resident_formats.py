@@ -13,13 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from jspec.errors import ConfigError
-from jspec.models.files.fp8 import (
-    METHODS,
-    STATIC,
-    declared_forms,
-    quantization_method,
-    unscaled,
-)
+from jspec.models.files.fp8 import METHODS, STATIC, declared_forms, quantization_method, unscaled
 from jspec.models.files.fp8_weights import StoredFP8, forms_in, stored_fp8
 from jspec.models.files.stored_names import chosen_layout, stored_formats
 from jspec.models.files.tensor_files import open_tensors
