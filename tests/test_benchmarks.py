@@ -14,17 +14,8 @@ import pytest
 
 from benchmarks import peers
 from benchmarks.floors import experts_touched, read_bytes
-from benchmarks.h200_table import (
-    Options,
-    Record,
-    run_mode,
-    target_floor_ms,
-)
-from benchmarks.step_parts import (
-    ATTENTION_AND_WRITES,
-    floors_ms,
-    parts,
-)
+from benchmarks.h200_table import Options, Record, run_mode, target_floor_ms
+from benchmarks.step_parts import ATTENTION_AND_WRITES, floors_ms, parts
 from benchmarks.step_profile import prepare, step_of
 from benchmarks.step_timing import on_mesh
 from benchmarks.workloads import MODES, WORKLOADS, Workload

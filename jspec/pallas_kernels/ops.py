@@ -28,11 +28,7 @@ from jspec.pallas_kernels.fp8_product import reference as fp8_product
 from jspec.pallas_kernels.fp8_product.api import Activations, Scaled, values_of
 from jspec.pallas_kernels.gated_mlp.reference import gated
 from jspec.pallas_kernels.kv_write.api import KVScales, Rotation
-from jspec.pallas_kernels.kv_write.reference import (
-    rotate_and_split,
-    scaled_outputs,
-    scaled_queries,
-)
+from jspec.pallas_kernels.kv_write.reference import rotate_and_split, scaled_outputs, scaled_queries
 from jspec.pallas_kernels.latent_attention import reference as latent_attention
 from jspec.pallas_kernels.latent_attention import xla as sparse
 from jspec.pallas_kernels.latent_attention.xla import Index

@@ -5,13 +5,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 import numpy as np
 
-from jspec.layers.expert_use import (
-    ExpertCounter,
-    ExpertUse,
-    MoETokens,
-    copies_of,
-    expert_counts,
-)
+from jspec.layers.expert_use import ExpertCounter, ExpertUse, MoETokens, copies_of, expert_counts
 from jspec.layers.linear import Shard
 from jspec.layers.moe import moe, route
 from jspec.pallas_kernels.ops import Ops

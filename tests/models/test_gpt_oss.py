@@ -21,11 +21,7 @@ from jspec.device.weights import dense
 from jspec.engine.weights.resident_formats import Wanted, resident_formats
 from jspec.errors import CheckpointError, ConfigError
 from jspec.models.families.gpt_oss import expert_params
-from jspec.models.files.checkpoint import (
-    load_model_spec,
-    load_target,
-    save_target,
-)
+from jspec.models.files.checkpoint import load_model_spec, load_target, save_target
 from jspec.models.files.mxfp4 import E2M1
 from jspec.models.files.stored import on_host, param_reads
 from jspec.models.files.stored_names import check_names

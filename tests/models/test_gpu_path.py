@@ -28,11 +28,7 @@ from jspec.models.registry import table_of
 from jspec.pallas_kernels.attention.api import AttentionMetadata
 from jspec.pallas_kernels.bundles import OPS
 from jspec.pallas_kernels.experts import tuning
-from jspec.pallas_kernels.gated_mlp.gpu import (
-    LEAST_TOKENS,
-    LEAST_TOKENS_OF_PROMPTS,
-    gated_product,
-)
+from jspec.pallas_kernels.gated_mlp.gpu import LEAST_TOKENS, LEAST_TOKENS_OF_PROMPTS, gated_product
 from jspec.pallas_kernels.gated_mlp.tuning import GatedTuning
 from jspec.pallas_kernels.ops import Ops
 from jspec.spec.cache_entry import FP8

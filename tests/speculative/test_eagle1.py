@@ -19,11 +19,7 @@ from jspec.models.files.checkpoint import save_target
 from jspec.models.files.stored_tensors import stored_tensors, value_at
 from jspec.models.heads.head_params import head_params
 from jspec.speculative.drafters.ranked import EagleDrafter
-from tests.speculative.engines import (
-    TARGET,
-    mesh_of,
-    tiny_params,
-)
+from tests.speculative.engines import TARGET, mesh_of, tiny_params
 from tests.speculative.every_drafter import EAGLE1, eagle1_weights
 
 SIZE = TARGET.hidden_size
