@@ -39,10 +39,6 @@ NAMES = HeadNames(prefix="model.layers.{}.", norm=("shared_head.norm",))
 FeedForwardOf = Callable[[int], FeedForward]  # by layer index
 
 
-def read(fields: Fields) -> ModelSpec:
-    return _layers(fields, range(fields.integer("num_hidden_layers")))
-
-
 def _layers(fields: Fields, numbers: range) -> ModelSpec:
     return read_latent_decoder(
         fields, numbers, family=FAMILY.name, ffn=sigmoid_moe(fields, default_dense=3)
@@ -136,11 +132,6 @@ def read_moe(fields: Fields, routing: Routing) -> MoESpec:
     )
 
 
-def read_mtp(fields: Fields, target: ModelSpec) -> HeadSpec:
-    number = target.num_layers
-    return recurrent(fields, _layers(fields, range(number, number + 1)), target)
-
-
 def recurrent(
     fields: Fields, layer: ModelSpec, target: ModelSpec, *, kinds: tuple[str, ...] = (FULL,)
 ) -> HeadSpec:
@@ -153,6 +144,39 @@ def recurrent(
         recurrent=True,
         feeds_back_normed=feeds_normed(fields),
         zeroes_first=masks_first(fields, False),
+    )
+
+
+def recurrent_family(
+    *,
+    name: str,
+    architecture: str,
+    layers: Callable[[Fields, range], ModelSpec],  # reads the layers with these numbers
+    to_json: Callable[[ModelSpec], dict[str, Any]],
+    kinds: tuple[str, ...] = (FULL,),
+    known: frozenset[str] = OF_RECURRENT_LAYERS,
+) -> Family:
+    """Return a family whose one layer for multi-token prediction follows the target's.
+
+    kinds, known: the allowed values in layer_types and the allowed keys of that layer
+    """
+
+    def read(fields: Fields) -> ModelSpec:
+        return layers(fields, range(fields.integer("num_hidden_layers")))
+
+    def read_mtp(fields: Fields, target: ModelSpec) -> HeadSpec:
+        number = target.num_layers
+        return recurrent(fields, layers(fields, range(number, number + 1)), target, kinds=kinds)
+
+    def names(spec: ModelSpec) -> HeadNames:
+        return replace(NAMES, first=spec.num_layers)
+
+    return Family(
+        name=name,
+        architectures=(architecture,),
+        read=read,
+        to_json=to_json,
+        mtp=MtpFamily(read=read_mtp, names=names, known=known),
     )
 
 
@@ -198,14 +222,6 @@ def moe_json(spec: ModelSpec) -> dict[str, Any]:
     return written
 
 
-FAMILY = Family(
-    name="deepseek_v3",
-    architectures=("DeepseekV3ForCausalLM",),
-    read=read,
-    to_json=to_json,
-    mtp=MtpFamily(
-        read=read_mtp,
-        names=lambda spec: replace(NAMES, first=spec.num_layers),
-        known=OF_RECURRENT_LAYERS,
-    ),
+FAMILY = recurrent_family(
+    name="deepseek_v3", architecture="DeepseekV3ForCausalLM", layers=_layers, to_json=to_json
 )

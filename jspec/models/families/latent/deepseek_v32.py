@@ -6,22 +6,19 @@ indexer's heads, unlike those of the attention.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from jspec.errors import ConfigError, shown
 from jspec.files.json_files import Fields
 from jspec.models.families.latent.deepseek_v3 import (
-    NAMES,
     latent_json,
     moe_json,
     read_latent_decoder,
-    recurrent,
+    recurrent_family,
     sigmoid_moe,
 )
 from jspec.models.families.latent.glm4_moe_lite import kinds_json, with_num_dense
-from jspec.models.family import OF_RECURRENT_LAYERS, Family, MtpFamily
-from jspec.spec.head_spec import HeadSpec
+from jspec.models.family import OF_RECURRENT_LAYERS
 from jspec.spec.layers.attention import IndexerSpec, LatentAttentionSpec
 from jspec.spec.model_spec import ModelSpec
 
@@ -36,10 +33,6 @@ INDEX_KEYS = frozenset(
     )
 )
 OF_MTP = OF_RECURRENT_LAYERS | INDEX_KEYS
-
-
-def read(fields: Fields) -> ModelSpec:
-    return _layers(fields, range(fields.integer("num_hidden_layers")))
 
 
 def _layers(fields: Fields, numbers: range) -> ModelSpec:
@@ -85,12 +78,6 @@ def read_sparse_decoder(
     )
 
 
-def read_mtp(fields: Fields, target: ModelSpec) -> HeadSpec:
-    number = target.num_layers
-    layer = _layers(fields, range(number, number + 1))
-    return recurrent(fields, layer, target, kinds=(INDEXED,))
-
-
 def to_json(spec: ModelSpec) -> dict[str, Any]:
     return sparse_json(spec, architecture="DeepseekV32ForCausalLM", model_type="deepseek_v32")
 
@@ -113,14 +100,11 @@ def sparse_json(spec: ModelSpec, *, architecture: str, model_type: str) -> dict[
     )
 
 
-FAMILY = Family(
+FAMILY = recurrent_family(
     name="deepseek_v32",
-    architectures=("DeepseekV32ForCausalLM",),
-    read=read,
+    architecture="DeepseekV32ForCausalLM",
+    layers=_layers,
     to_json=to_json,
-    mtp=MtpFamily(
-        read=read_mtp,
-        names=lambda spec: replace(NAMES, first=spec.num_layers),
-        known=OF_MTP,
-    ),
+    kinds=(INDEXED,),
+    known=OF_MTP,
 )
