@@ -35,13 +35,13 @@ from jspec.pallas_kernels.fp8_product.gpu_tokens import quantize
 from jspec.pallas_kernels.fp8_product.tuning import DEPTH, ProductTuning, choose
 from jspec.pallas_kernels.gated_mlp.tuning import LANES, Shared
 from jspec.pallas_kernels.hopper import (
-    LOG2E,
     MEMBER,
     Sweep,
     each,
     fill_ring,
     require_mosaic_gpu,
     ring_barriers,
+    silu_gated,
     swizzled,
 )
 
@@ -419,7 +419,7 @@ class _BlockScales:
 def _write(plan: _Plan, out: Any, staged: Any, rows: Any, column: jax.Array, sums: Columns) -> None:
     consumer = lax.axis_index("warpgroup")
     values = [total.astype(jnp.bfloat16) for total in sums]
-    result = values[0] if plan.halves == 1 else _gated(*values)
+    result = values[0] if plan.halves == 1 else silu_gated(*values)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     pieces = range(plan.tuning.tile_n // plan.piece)
     for piece in pieces:
@@ -428,10 +428,3 @@ def _write(plan: _Plan, out: Any, staged: Any, rows: Any, column: jax.Array, sum
     for piece in pieces:
         columns = pl.ds(column * plan.tuning.tile_n + piece * plan.piece, plan.piece)
         plgpu.copy_smem_to_gmem(staged.at[consumer, piece], out.at[rows, columns])
-
-
-def _gated(gate: jax.Array, up: jax.Array) -> jax.Array:
-    wide = gate.astype(jnp.float32)
-    # 1 / y is rsqrt(y) squared, as in gated_mlp/gpu.py.
-    root = lax.rsqrt(1.0 + jnp.exp2(wide * -LOG2E))
-    return (wide * root * root * up.astype(jnp.float32)).astype(gate.dtype)

@@ -24,7 +24,6 @@ from jaxtyping import Array, BFloat16
 
 from jspec.pallas_kernels.gated_mlp.tuning import GatedTuning, Layout, Shared
 from jspec.pallas_kernels.hopper import (
-    LOG2E,
     MEMBER,
     SWIZZLE,
     Sweep,
@@ -33,6 +32,7 @@ from jspec.pallas_kernels.hopper import (
     has_mosaic_gpu,
     require_mosaic_gpu,
     ring_barriers,
+    silu_gated,
     swizzled,
 )
 
@@ -344,7 +344,7 @@ def _write(
     consumer = lax.axis_index("warpgroup")
     first = piece * tuning.piece
     up = plan.columns + first
-    values = _gated(sums[:, first : first + tuning.piece], sums[:, up : up + tuning.piece])
+    values = silu_gated(sums[:, first : first + tuning.piece], sums[:, up : up + tuning.piece])
     buffer = staged.at[consumer, piece % plan.num_buffers]
     plgpu.wait_smem_to_gmem(plan.num_buffers - 1, wait_read_only=True)
     buffer[...] = values
@@ -352,10 +352,3 @@ def _write(
     row, column = place
     own = pl.ds(row * tuning.tile_m + consumer * rows, rows)
     plgpu.copy_smem_to_gmem(buffer, out.at[own, pl.ds(column * plan.columns + first, tuning.piece)])
-
-
-def _gated(gate: jax.Array, up: jax.Array) -> jax.Array:
-    wide = gate.astype(jnp.float32)
-    # 1 / y is rsqrt(y) squared: one instruction instead of ten. If exp2 overflows, it is 0.
-    root = lax.rsqrt(1.0 + jnp.exp2(wide * -LOG2E))
-    return (wide * root * root * up.astype(jnp.float32)).astype(gate.dtype)
