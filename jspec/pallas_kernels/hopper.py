@@ -200,10 +200,8 @@ def fold_scores(scores: Any, factor: float, top: Any, total: Any) -> tuple[Any, 
 
 
 def add_values(mixed: Any, weights: Any, values: Any, *, staged: Any) -> Any:
-    """Return mixed + weights V with a running accumulator.
-
-    staged: shared memory for the weights in interpret mode, which has no such accumulator
-    """
+    """Return mixed + weights V with a running accumulator. staged: shared memory for the weights in
+    interpret mode, which has no such accumulator."""
     if staged is not None:
         staged[...] = weights
         plgpu.commit_smem()

@@ -36,9 +36,7 @@ class ModelShape:
     @property
     def moe_params(self) -> dict[str, dict[str, tuple[int, ...]]]:
         """Shapes of an MoE's weights without a shared expert's, as `Ops.moe_of_sum` takes them.
-
-        Raises TypeError.
-        """
+        Raises TypeError."""
         if not isinstance(self.ffn, MoESpec):
             raise TypeError("the model has a dense MLP; expected an MoE")
         X, (E, inner) = self.ffn.num_experts, self.widths

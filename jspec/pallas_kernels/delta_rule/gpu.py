@@ -1,11 +1,11 @@
 """A decode or tree step of the gated delta rule on an NVIDIA GPU (Pallas-Triton).
 
-Two launches: `delta_inputs` reads what the last step left pending and this step's inputs, and
-`delta_states` computes all outputs (reference.py has the formulas). Few nodes are substituted one
-after the other; for many, `delta_pairs` first solves the triangular system of each value head.
+`delta_inputs` reads what the last step left pending and this step's inputs, and `delta_states`
+computes all outputs (reference.py has the formulas), for a few nodes by substitution. For many,
+`delta_pairs` first solves the triangular system of each value head.
 
-No program of a launch reads what another one writes to `pending`, and a barrier separates a
-program's own reads and writes. Rows of slot 0 are padding.
+No program reads what another one writes to `pending`; a barrier separates a program's own reads and
+writes. Rows of slot 0 are padding.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
-"""`delta_inputs`: what the last step left pending, and this step's convolution and norms.
-
-A program handles a row and a head of queries, keys or values.
-"""
+"""`delta_inputs`: what the last step left pending, and this step's convolution and norms, in a
+program per row and head of queries, keys or values."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""`delta_states`: the state after the accepted tokens, and all outputs and updates from it.
-
-A program handles a row, a value head and a strip of V.
-"""
+"""`delta_states`: the state after the accepted tokens, and all outputs and updates from it, in a
+program per row, value head and strip of V."""
 
 from __future__ import annotations
 

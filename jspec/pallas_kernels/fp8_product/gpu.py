@@ -1,13 +1,12 @@
 """The product of quantized tokens and fp8 weights on Hopper GPUs (Mosaic GPU).
 
-A producer warp group copies tiles of tokens and weights by TMA into a ring in shared memory, and
-consumer warp groups multiply them in fp8 (wgmma), which needs both operands contiguous along the
-inputs: weights must be stored column-major. Blocks are persistent, and the ring continues across
-tiles.
+A producer warp group copies tiles by TMA into a ring in shared memory, and consumer warp groups
+multiply them in fp8 (wgmma), which needs column-major weights. Blocks are persistent, and the ring
+continues across tiles.
 
-With few tokens a multiprocessor has one narrow strip of columns, no split of K, and all shared
-memory holds bytes in flight. A stage is then only as long as the tokens; the other rows of a
-product of 64 read the next stage, and their results are dropped.
+With few tokens a multiprocessor has one narrow strip of columns and no split of K. A stage is then
+only as long as the tokens; the other rows of a product of 64 read the next stage, and their results
+are dropped.
 """
 
 from __future__ import annotations
@@ -81,11 +80,8 @@ def product(
     is_gated: bool = False,
     interpret: Any = None,
 ) -> BFloat16[Array, "M N"]:
-    """Return x @ weight; is_gated: silu(x @ gate) * (x @ up), of the weight's two halves.
-
-    weight: read as codes.T, which is free if it is stored so. interpret: parameters of the GPU
-    interpreter. Raises ValueError if `tuning` does not fit.
-    """
+    """Return x @ weight; is_gated: silu(x @ gate) * (x @ up), of the weight's two halves. weight:
+    read as codes.T, which is free if stored so. Raises ValueError if `tuning` does not fit."""
     return _launch(x, weight, tuning=tuning, is_gated=is_gated, interpret=interpret)
 
 

@@ -1,11 +1,10 @@
 """Attention over paged latents for Hopper GPUs (Mosaic GPU): rows of equal length, bf16 or f16.
 
-A program handles one row, a tile of up to 64 of its queries (queries x heads, the M of a wgmma
-product) and one share of the row's keys. A producer copies blocks of 64 records by TMA into a ring
-in shared memory; V is the first part of a record, so each is read once for both products. Each of
-two consumers has half of V's columns, as registers limit the sums, and both compute all scores, so
-no consumer waits for the other. gpu_merge.py merges the shares. P is cast to the pool's type before
-the second product, and each share's result before the merge.
+A program handles one row, up to 64 of its queries (queries x heads, the M of a wgmma product) and
+one share of the row's keys. A producer copies blocks of 64 records by TMA into a ring in shared
+memory. Each of two consumers has half of V's columns, as registers limit the sums, and both compute
+all scores, so no consumer waits for the other. gpu_merge.py merges the shares. P is cast to the
+pool's type before the second product, and each share's result before the merge.
 """
 
 from __future__ import annotations

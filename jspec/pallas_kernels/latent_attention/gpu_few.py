@@ -3,9 +3,8 @@
     down -> queries and records -> absorb -> [attend] -> values -> [the output's product]
 
 `down` multiplies by both low-rank projections, split along the inputs; each program of the next
-product norms its queries itself, and one program makes the records; `absorb` rotates and places the
-rest of each query. Tokens are padded to the 16 rows of a tensor core tile. Rounding is that of
-layers/latent_attention.py.
+product norms its queries itself, and one makes the records; `absorb` rotates and places the rest of
+each query. Rounding is that of layers/latent_attention.py.
 """
 
 from __future__ import annotations

@@ -162,9 +162,7 @@ def _sum_of_pairs(out: str, words: list[str]) -> list[str]:
 
 def asm(text: str, args: list[jax.Array], *, pack: int = 1, halves: bool = False) -> jax.Array:
     """Run PTX on each `pack` elements of a thread. The result shares no register with an input.
-
-    halves: the result and the first argument are bfloat16, two in a register; all else has 32 bits.
-    """
+    halves: the result and the first argument are bfloat16, two in a register."""
     count = pack // 2 if halves else pack
     inputs = count + pack * (len(args) - 1)
     dtype = jnp.bfloat16 if halves else jnp.int32

@@ -9,9 +9,6 @@ The packed layout of attention/api.py, without a tail mask and with K and V alre
     to the last block of keys that some query sees. Blocks that every query sees need no mask.
   - With `takes_turns` one consumer multiplies while the other computes its softmax (ping-pong).
   - For an FP8 pool one more warp group converts blocks to f16, into a second ring of two buffers.
-
-P is cast to the pool's type (f16 for FP8) before the second product; in interpret mode it passes
-through shared memory.
 """
 
 from __future__ import annotations
