@@ -1,8 +1,5 @@
-"""Multi-head latent attention (MLA, DeepSeek-V2) around an `attend` function, in absorbed form.
-
-K and V of the heads are never computed: queries are projected into the latent space before
-`attend`, and its outputs out of it (latent_attention/reference.py).
-"""
+"""Multi-head latent attention (MLA, DeepSeek-V2) around an `attend` function, in absorbed form:
+queries are projected into the latent space before `attend`, and its outputs out of it."""
 
 from __future__ import annotations
 

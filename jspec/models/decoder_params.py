@@ -27,10 +27,8 @@ def decoder_params(
     delta: Callable[..., ParamTable] | None = None,
     sinks: tuple[str, ...] = ("sinks",),
 ) -> ParamTable:
-    """Declare a decoder under transformers' Llama names.
-
-    ffn, delta: (spec, size=E) -> the table of a feed-forward, of a gated delta net
-    """
+    """Declare a decoder under transformers' Llama names. ffn, delta: (spec, size=E) -> the table of
+    a feed-forward, of a gated delta net."""
     V, E = spec.vocab_size, spec.hidden_size
     table_part = Part(name="model.embed_tokens.weight", shape=(V, E), size=E, form=Form.AS_HELD)
     table: list[ParamSpec] = [
@@ -57,11 +55,8 @@ def mixer_params(
     in_size: int | None = None,
     delta: Callable[..., ParamTable] | None = None,
 ) -> ParamTable:
-    """Declare the `attention` of a layer, of any kind.
-
-    in_size: input size of plain attention
-    delta: declares a gated delta net; None: as in Qwen3.5
-    """
+    """Declare the `attention` of a layer, of any kind. in_size: input size of plain attention.
+    delta: declares a gated delta net; None: as in Qwen3.5."""
     if isinstance(spec, DeltaNetSpec):
         return (delta or delta_params)(spec, size=size)
     if isinstance(spec, LatentAttentionSpec):

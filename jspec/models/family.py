@@ -202,20 +202,15 @@ def check_one_mtp_layer(fields: Fields) -> None:
 
 
 def feeds_normed(fields: Fields) -> bool:
-    """Return whether a recurrent layer reads its own output after its final norm.
-
-    No published config specifies it: SGLang feeds back the normed output, vLLM the unnormed one for
-    DeepSeek and GLM. transformers' key `chain_hidden_post_norm` decides.
-    """
+    """Return whether a recurrent layer reads its own output after its final norm: transformers' key
+    `chain_hidden_post_norm`, which no published config has. SGLang does, vLLM does not for
+    DeepSeek."""
     return fields.flag(CHAINS_NORMED, True)
 
 
 def masks_first(fields: Fields, default: bool) -> bool:
-    """Return whether a recurrent layer reads zeros instead of the embedding at position 0.
-
-    No published config specifies it: SGLang does so for MiMo-7B, vLLM also for DeepSeek. jspec's
-    key `mask_first_embedding` decides.
-    """
+    """Return whether a recurrent layer reads zeros for the embedding at position 0: jspec's key
+    `mask_first_embedding`. SGLang does so for MiMo-7B, vLLM also for DeepSeek."""
     return fields.flag(MASKS_FIRST, default)
 
 

@@ -42,8 +42,7 @@ def product(
     """Declare a kernel [in, out] from parts (stored name, size, blocks), and its bias.
 
     axes: of the kernel; the bias has the second
-    repeated: names of parts that may have fewer blocks than there are shards
-    op: None for a small product that is never quantized
+    repeated: names of parts that may have fewer blocks than shards. op: None: never quantized
     """
     parts = tuple(parts)
     size = sum(rows for _, rows, _ in parts)
@@ -207,11 +206,8 @@ def dense_params(
 
 
 def expert_params(spec: MoESpec, *, size: int) -> ParamTable:
-    """Declare a layer's `moe` under Qwen3-MoE's names; router bias and shared expert as DeepSeek.
-
-    Experts are one tensor each, or fused as transformers 5 writes them. A shared expert with a gate
-    has Qwen's names.
-    """
+    """Declare a layer's `moe` under Qwen3-MoE's names; router bias and shared expert as DeepSeek, a
+    gated shared expert as Qwen. Experts are one tensor each, or fused as by transformers 5."""
     X, inner = spec.num_experts, spec.inner
     single = tuple(
         Part(

@@ -1,8 +1,5 @@
-"""A model as hashable host data: its layers and their sizes. No arrays, no jax.
-
-Parameter table, forward pass, cache groups and the memory per token derive from it. Layers with
-equal specs share one compiled function.
-"""
+"""A model as hashable host data: its layers and their sizes. No arrays, no jax. Layers with equal
+specs share one compiled function."""
 
 from __future__ import annotations
 
@@ -78,11 +75,8 @@ class ModelSpec:
 
 
 def cache_groups(spec: ModelSpec, *, name: str) -> tuple[CacheGroup, ...]:
-    """Return the model's cache groups: runs of layers with equal entry and window, in order.
-
-    Layers that read another layer's cache are omitted. Two layers with a window between full ones
-    give `name` 0, `name` 1, `name` 2.
-    """
+    """Return the model's cache groups: runs of layers with equal entry and window, in order,
+    without layers that read another's cache. Of several groups, `name` i is the i-th's name."""
     mixers = (layer.attention for layer in spec.layers)
     kinds = [(own.cache_entry, own.window) for own in mixers if own.kv_of is None]
     runs = [(kind, len(list(run))) for kind, run in itertools.groupby(kinds)]

@@ -1,9 +1,5 @@
-"""RoPE in configuration files: `rope_theta`, `rope_scaling`, `rope_parameters`.
-
-transformers 4 writes theta and a table `rope_scaling`; transformers 5 one table, `rope_parameters`,
-with theta in it. A new kind needs a function here, its entry in KINDS, and its arithmetic in
-layers/rope.
-"""
+"""RoPE in configuration files: `rope_theta`, `rope_scaling` (transformers 4), `rope_parameters` (5,
+with theta in it). A new kind needs a function here, its entry in KINDS, and layers/rope."""
 
 from __future__ import annotations
 
@@ -23,12 +19,9 @@ TABLES = ("rope_parameters", "rope_scaling")
 
 
 def read_rope(fields: Fields) -> RopeConfig:
-    """Read one RoPE for all layers from all keys about it.
-
-    Like transformers 5, a non-empty `rope_scaling` replaces `rope_parameters`, and theta in the
-    chosen table has precedence. Raises ConfigError for an unsupported kind, CheckpointError for
-    contradicting tables.
-    """
+    """Read one RoPE for all layers from all keys about it. A non-empty `rope_scaling` replaces
+    `rope_parameters`. Raises ConfigError for an unsupported kind, CheckpointError for a
+    contradiction."""
     merged = _merged(fields)
     kind = merged.get("rope_type") or "default"
     nested = [name for name, value in merged.values.items() if isinstance(value, dict)]

@@ -1,11 +1,10 @@
 """Gemma 4, text only: 12B, 26B-A4B, 31B, E2B and E4B (Gemma4ForCausalLM and variants).
 
-Five layers with a window alternate with one of full attention. Full layers have wider heads, their
-own number of kv heads, and in large models one projection for K and V; RoPE rotates a quarter of
-their pairs. Queries and keys are normed with a scale, values without, and scores are not scaled.
-Each sub-layer has a norm before and after it. Some models have an MoE in parallel to each MLP
-(26B-A4B), or token embeddings for each layer and last layers that read an earlier layer's cache
-(E2B, E4B). If the model also reads images or audio, text_config is read alone.
+Five layers with a window alternate with one of full attention, which has wider heads, its own
+number of kv heads, in large models one projection for K and V, and RoPE on a quarter of its pairs.
+Queries and keys are normed with a scale, values without; scores are not scaled. Each sub-layer has
+a norm before and after it. Some models have an MoE in parallel to each MLP (26B-A4B), or token
+embeddings for each layer and last layers that read an earlier layer's cache (E2B, E4B).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """GLM-4.5 and 4.6 (Glm4MoeForCausalLM), and the NextN drafts of DeepSeek-V3 and GLM.
 
 RoPE rotates half of each head. Feed-forwards and the layer for multi-token prediction are those of
-DeepSeek-V3. A checkpoint may have that layer alone, as layer 0, for any target that it was trained
-for; its config specifies the attention (latent if it has kv_lora_rank) and the feed-forward.
+DeepSeek-V3. A checkpoint may have that layer alone, as layer 0; its config specifies the attention
+(latent if it has kv_lora_rank) and the feed-forward.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 Attention has sinks, and a sliding window on every other layer from the first. There are biases
 everywhere except in norms and lm_head. Every layer is an MoE of clamped gated MLPs with a softmax
-over the selected experts. Published checkpoints store the experts as mxfp4; transformers writes
-them unpacked, with gate and up in alternating columns, as jspec does.
+over the selected experts, published as mxfp4, or unpacked with alternating gate and up columns.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """MiMo-V2-Flash (MiMoV2FlashForCausalLM): sliding windows with sinks, narrow values, MoE.
 
 Sliding layers have a window, sinks, and their own RoPE theta and number of kv heads. Values are
-narrower than keys and scaled, and RoPE rotates a part of each head. The first layer's MLP is dense,
-the others are MoE (sigmoid scores, router bias). Three layers for multi-token prediction, sliding
-and dense, read the target's hidden before its final norm.
+scaled, and RoPE rotates a part of each head. The first layer's MLP is dense, the others are MoE
+(sigmoid scores, router bias). Three layers for multi-token prediction, sliding and dense, read the
+target's hidden before its final norm.
 """
 
 from __future__ import annotations

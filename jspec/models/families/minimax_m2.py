@@ -1,8 +1,7 @@
 """MiniMax M2 (MiniMaxM2ForCausalLM): norms that span heads, RoPE on a part of each head, MoE.
 
-One RMSNorm takes all query heads of a token as one vector, another all key heads. All layers are
-MoE (sigmoid scores, router bias, no shared expert), with float32 routers and Mixtral's names of
-experts. A checkpoint with layers for multi-token prediction is refused.
+All layers are MoE (sigmoid scores, router bias, no shared expert), with float32 routers and
+Mixtral's names of experts. A checkpoint with layers for multi-token prediction is refused.
 """
 
 from __future__ import annotations

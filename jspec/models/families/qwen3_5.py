@@ -1,8 +1,7 @@
 """Qwen3.5, 3.6 and 3.8, dense and MoE: the text models, with Qwen3-Next's layers.
 
-Published checkpoints also read images: config.json has the text model in text_config, and its
-tensors are under `model.language_model.`. The vision tower is not read. Text positions are equal in
-all sections of the multimodal RoPE, so it is plain RoPE.
+Published checkpoints also read images: the text model is in text_config and under
+`model.language_model.`. Text positions are equal in all sections of the multimodal RoPE.
 """
 
 from __future__ import annotations

@@ -1,8 +1,5 @@
-"""Qwen3-MoE: 30B-A3B, 235B-A22B (transformers' Qwen3MoeForCausalLM).
-
-Every `decoder_sparse_step`-th layer that is not in `mlp_only_layers` is an MoE: softmax over all
-experts, then the top k. Experts may be stored singly or fused (transformers 5).
-"""
+"""Qwen3-MoE: 30B-A3B, 235B-A22B (transformers' Qwen3MoeForCausalLM). Every `decoder_sparse_step`-th
+layer that is not in `mlp_only_layers` is an MoE: softmax over all experts, then the top k."""
 
 from __future__ import annotations
 

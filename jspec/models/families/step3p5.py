@@ -5,10 +5,9 @@ layers RoPE rotates a part of each head and may be scaled. Heads of q and k are 
 output is gated, and all norms are stored minus one. The first layers have dense MLPs, the others
 MoE (sigmoid scores, router bias) plus a shared expert; in some layers the gates are clamped.
 
-Layers for multi-token prediction are numbered from their own config's num_hidden_layers: the
-target's number of layers, or 0 in a separate checkpoint. They are chained: the first reads the
-target's hidden before its final norm, each other one the output of the previous one before its
-final norm. Each has an lm_head.
+Layers for multi-token prediction are numbered from the target's number of layers, or from 0 in a
+separate checkpoint. The first reads the target's hidden before its final norm, each other one the
+output of the previous one. Each has an lm_head.
 """
 
 from __future__ import annotations

@@ -118,9 +118,8 @@ def load_target(
 ) -> dict[str, Any]:
     """Load a checkpoint's params (`dtype`), sharded over `shards`, to where `place` puts them.
 
-    formats: of products whose weights are not dense. experts: the map of placed experts. All
-    tensors are checked before the first is read. Raises CheckpointError if a file does not fit
-    `spec`, ConfigError if a weight cannot be sharded.
+    formats: of products whose weights are not dense. experts: the map of placed experts. Raises
+    CheckpointError if a file does not fit `spec`, ConfigError if a weight cannot be sharded.
     """
     table = with_formats(with_expert_map(table_of(spec), experts), formats)
     with open_tensors(path) as tensors:

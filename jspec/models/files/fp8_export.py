@@ -1,10 +1,7 @@
 """Quantization of a checkpoint to fp8, in the layout of compressed-tensors (W8A8, dynamic).
 
-    X.weight         e4m3 [out, in]
-    X.weight_scale   float32 [out, 1]: the largest magnitude of the row / 448
-
-Activations are quantized per token when the checkpoint is served. The codes and scales equal those
-of `--quantization fp8`.
+X.weight         e4m3 [out, in]
+X.weight_scale   float32 [out, 1]: the largest magnitude of the row / 448
 """
 
 from __future__ import annotations

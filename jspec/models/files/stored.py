@@ -51,8 +51,8 @@ def param_reads(
 ) -> list[ParamRead]:
     """Return a read of each weight that has a layout, of a model in `dtype` over `shards`.
 
-    A tied weight comes with the one it is tied to; reading raises CheckpointError if both are
-    stored and differ. Raises ConfigError if a weight cannot be sharded.
+    A tied weight comes with the one it is tied to; CheckpointError if both are stored and differ.
+    Raises ConfigError if a weight cannot be sharded.
     """
     tied = {spec.tied_to: spec for spec in table if spec.tied_to is not None}
     how: dict[str, Any] = {"dtype": dtype, "shards": shards}

@@ -1,8 +1,5 @@
-"""EAGLE-1 heads (which EAGLE-2 uses too): config.json and tensors, in EAGLE's layout.
-
-lm_head is the target's, or its columns of frequent ids (FR-Spec). With HASS's `add_para_norm`,
-embedding and feature are normed before fc.
-"""
+"""EAGLE-1 heads (which EAGLE-2 uses too) in EAGLE's layout. lm_head is the target's, or its columns
+of frequent ids (FR-Spec). HASS's `add_para_norm` norms embedding and feature before fc."""
 
 from __future__ import annotations
 
@@ -62,9 +59,9 @@ def load_eagle1_config(
 ) -> HeadSpec:
     """Read an EAGLE-1 head's spec from `path`/config.json and check it against its target.
 
-    fc has a bias unless config.json or the tensors' names (if reads_names) show otherwise; q, k and
-    v have one if either shows it. RoPE is the head's own, with theta 10000 by default. Raises
-    ConfigError for an unserved setting, CheckpointError for a head of another target.
+    fc, q, k and v have a bias as config.json or the tensors' names (if reads_names) show; by
+    default fc has one. RoPE theta is 10000 by default. Raises ConfigError for an unserved setting,
+    CheckpointError for a head of another target.
     """
     fields = read_fields(path / "config.json")
     names = stored_names(path) if reads_names else {}
@@ -123,11 +120,9 @@ def load_eagle1(
     place: Place = on_host,
     formats: Formats = (),
 ) -> Params:
-    """Load a head's params (`dtype`; draft_ids int32[U]) to where `place` puts them.
-
-    `lm_head.kernel` is the target's own array, or its columns hot_ids i32[U]. `embed.table` is the
-    target's if the file has none. Raises CheckpointError.
-    """
+    """Load a head's params (`dtype`; draft_ids int32[U]) to where `place` puts them. lm_head is the
+    target's own, or its columns hot_ids i32[U]; so is an absent embedding. Raises
+    CheckpointError."""
     with open_tensors(path, canonical=canonical_name) as tensors:
         own, shares = list(_check(tensors, spec)), {"embed", "lm_head"}
         if "embed_tokens.weight" in tensors:

@@ -1,7 +1,5 @@
 """Common parts of all heads' files: names, arrays shared with the target, unknown settings.
-
-Canonical names are speculators' (`layers.0.*`); `midlayer.*` and a leading `model.` are aliases.
-"""
+Canonical names are speculators' (`layers.0.*`); `midlayer.*` and a leading `model.` are aliases."""
 
 from __future__ import annotations
 
@@ -66,11 +64,8 @@ def stored_names(path: Path) -> dict[str, str]:
 
 
 def num_stored_layers(fields: Fields, names: Mapping[str, str], *, target: ModelSpec) -> int:
-    """Return the number of a head's layers by its tensors' names, or without any by config.json.
-
-    A head stored as `midlayer` has one layer, even if config.json gives its target's number.
-    Otherwise CheckpointError is raised if the two disagree.
-    """
+    """Return the number of a head's layers by its tensors' names, or without any by config.json. A
+    `midlayer` head has one. Raises CheckpointError if the two disagree otherwise."""
     stated = fields.integer("num_hidden_layers", 1)
     found = {int(match[1]) for name in names if (match := _NUMBER.match(name))}
     if not found:
@@ -116,10 +111,8 @@ def read_layers(
 def speculators_json(
     kind: str, layer: ModelSpec, *, layers: str, num_steps: int, dtype: str
 ) -> dict[str, Any]:
-    """Return the keys that every head in speculators' layout has in config.json.
-
-    layers: the family of its decoder layers. num_steps: the S that it is trained for
-    """
+    """Return the keys that every head in speculators' layout has in config.json. layers: the family
+    of its decoder layers. num_steps: the S that it is trained for."""
     written = family_named(layers).to_json(replace(layer, tie_word_embeddings=False))
     rope = {"rope_type": "default", "rope_theta": written.pop("rope_theta")}
     left_out = ("architectures", "torch_dtype", "rope_scaling")
@@ -252,11 +245,8 @@ def read_head(
     formats: Formats,
 ) -> Params:
     """Return a head's params: `own` read from its file, and those that it shares with the target.
-
-    ids: i32[U], the head's `draft_ids`, if it has them
-    hot_ids: i32[U], the only ids to draft, for a head that shares the target's lm_head; it then has
-        these columns of it
-    """
+    ids: i32[U], its `draft_ids`. hot_ids: i32[U], the only columns of the target's lm_head to
+    draft."""
     ids = ids if hot_ids is None else hot_ids
     reads = param_reads(tensors, with_formats(tuple(own), formats), dtype=dtype, shards=shards)
     if ids is not None:

@@ -99,11 +99,8 @@ EAGLE3_NAMES = HeadNames(  # speculators'; SGLang calls a further layer's input 
 
 
 def head_params(spec: HeadSpec, names: HeadNames | None = None) -> ParamTable:
-    """Declare a head. names: by default those of its kind.
-
-    The embedding, a shared lm_head and draft_ids have no layout: their files share or derive them.
-    draft_ids[u] is the target id of draft id u; layers that draft one level each have all ids.
-    """
+    """Declare a head. names: by default those of its kind. The embedding, a shared lm_head and
+    draft_ids (target ids [U]; all ids, if layers draft one level each) have no layout."""
     if names is None:
         plain = HeadNames() if spec.input_norm else EAGLE1_NAMES
         names = EAGLE3_NAMES if spec.join is Join.WIDE else plain

@@ -1,8 +1,5 @@
-"""Layers for multi-token prediction from a checkpoint, usually the target's own.
-
-The embedding is the target's own array, and so is lm_head unless a layer has its own. Copies of
-them and the target's tensors in the file are ignored. Any other unread tensor is refused.
-"""
+"""Layers for multi-token prediction from a checkpoint, usually the target's own. The embedding, and
+lm_head unless a layer has its own, are the target's. An unknown unread tensor is refused."""
 
 from __future__ import annotations
 
@@ -144,10 +141,9 @@ def written_config(
 ) -> HeadSpec:
     """Return layers that `save_mtp` can write for a target of any family.
 
-    Without `chained`, all layers read the target's hidden before its final norm. In a chain only
-    the first does, and each other layer reads the output of the previous one; the chain's layout
-    has norms of q and k and gated heads. layer: plain, with heads of one width. Its window becomes
-    the whole context, because other engines give such layers pools with a window.
+    All layers read the target's hidden before its final norm, or if `chained` the output of the
+    previous layer, with norms of q and k and gated heads. layer: plain, with heads of one width;
+    its window becomes the whole context.
     """
     own, window = layer.softmax_attention, target.max_position
     if chained:
@@ -230,12 +226,9 @@ def _own_table(spec: HeadSpec, names: HeadNames) -> ParamTable:
 
 
 def _check(tensors: Tensors, spec: HeadSpec, names: HeadNames) -> ParamTable:
-    """Check the file and return the weights to read.
-
-    Unused further layers in config.json must be complete in the file, or may be absent if
-    config.json does not give their number (as MiMo-V2-Flash's). Tensors outside these layers are
-    the target's if the file has a target's layers, else an error.
-    """
+    """Check the file and return the weights to read. Unused further layers must be complete, or
+    absent if config.json does not give their number. Other tensors are the target's, if it has its
+    layers."""
     names = _numbered(tensors, names)
     numbers = {names.number(name) for name in tensors.sources} - {None}
     layers = spec.layer.layers

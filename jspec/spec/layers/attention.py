@@ -88,9 +88,7 @@ class IndexerSpec:
     """The indexer of DeepSeek Sparse Attention (DSA, DeepSeek-V3.2), which selects tokens.
 
     A token's score is the sum over num_heads of weight * relu(index query . index key). A query
-    attends to the top_k tokens with the highest scores, of those that it sees; the token at the
-    lower position wins ties. Queries follow from the low-rank queries of the attention.
-
+    attends to the top_k highest scores that it sees; the lower position wins ties.
     """
 
     num_heads: int

@@ -15,7 +15,7 @@ class DeltaNetSpec:
 
     Queries, keys and values come from one projection, a causal convolution of conv_size tokens and
     SiLU. Each value head has a state [key_dim, value_dim], a decay and a step size; several share a
-    key head. Outputs are normed head by head, then gated.
+    key head.
     """
 
     num_heads: int  # of values

@@ -1,7 +1,7 @@
 """DeepSeek V2 and V2-Lite (DeepseekV2ForCausalLM): V3 with softmax routers without a bias.
 
-`topk_method` selects among all experts (greedy) or among those of the best groups. The selected
-weights are multiplied by routed_scaling_factor and never normalized, as in transformers.
+`topk_method` selects among all experts or those of the best groups. The selected weights are
+multiplied by routed_scaling_factor and never normalized.
 """
 
 from __future__ import annotations

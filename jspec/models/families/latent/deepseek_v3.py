@@ -2,8 +2,8 @@
 
 The first layers have dense MLPs, the others an MoE (sigmoid scores, router bias, the best groups of
 experts) plus a shared expert. With YaRN, mscale_all_dim changes the softmax scale. One layer for
-multi-token prediction follows the target's. It reads the target's hidden after the final norm, and
-every draft level runs it again on its output after its final norm (as in SGLang and transformers).
+multi-token prediction reads the target's hidden after the final norm, and every draft level runs it
+again on its output after its final norm (as in SGLang and transformers).
 """
 
 from __future__ import annotations
@@ -156,10 +156,8 @@ def recurrent_family(
     kinds: tuple[str, ...] = (FULL,),
     known: frozenset[str] = OF_RECURRENT_LAYERS,
 ) -> Family:
-    """Return a family whose one layer for multi-token prediction follows the target's.
-
-    kinds, known: the allowed values in layer_types and the allowed keys of that layer
-    """
+    """Return a family with one layer for multi-token prediction after the target's. kinds, known:
+    the allowed values in layer_types and the allowed keys of that layer."""
 
     def read(fields: Fields) -> ModelSpec:
         return layers(fields, range(fields.integer("num_hidden_layers")))

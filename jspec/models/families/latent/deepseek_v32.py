@@ -1,8 +1,5 @@
-"""DeepSeek-V3.2 (DeepseekV32ForCausalLM): V3 whose layers select the tokens that they attend to.
-
-Each layer has an indexer, and so has the layer for multi-token prediction. RoPE turns halves of the
-indexer's heads, unlike those of the attention.
-"""
+"""DeepSeek-V3.2 (DeepseekV32ForCausalLM): V3 with an indexer in each layer, also in that for
+multi-token prediction. RoPE turns halves of the indexer's heads, unlike those of the attention."""
 
 from __future__ import annotations
 
