@@ -1,8 +1,5 @@
-"""Resolves EngineArgs, checkpoint facts and device facts, all as data, into a ResolvedConfig.
-
-Later code never checks whether an argument was given or which platform it runs on. Only the pool
-size is determined later, by the memory that the weights leave (`memory.size_pool`).
-"""
+"""Resolves EngineArgs, checkpoint facts and device facts, all as data, into a ResolvedConfig: later
+code never checks whether an argument was given. Only the pool size follows (`size_pool`)."""
 
 from __future__ import annotations
 

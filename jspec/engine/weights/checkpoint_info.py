@@ -80,10 +80,8 @@ def describe(
     quantization: str | None = None,  # of the target, like kv_cache_dtype
     kv_cache_dtype: str = AUTO,
 ) -> CheckpointInfo:
-    """Describe a checkpoint, the draft of `target` if given, for `memory` bytes of a device.
-
-    Raises CheckpointError without a directory or a readable config.json.
-    """
+    """Describe a checkpoint, the draft of `target` if given, for `memory` bytes of a device. Raises
+    CheckpointError without a directory or a readable config.json."""
     check_directory("DIR", path)
     if target is not None:
         check_directory("--target", target)

@@ -1,7 +1,5 @@
-"""Choose the format in which each weight of a model is resident, once, when it is loaded.
-
-It depends on the stored format, the argument, and the formats that the kernels read.
-"""
+"""Choose the format in which each weight of a model is resident when it is loaded, by the stored
+format, the argument, and the formats that the kernels read."""
 
 from __future__ import annotations
 
@@ -54,10 +52,8 @@ def resident_formats(
     has_files: bool = True,  # read headers; otherwise only config.json, for random weights
     canonical: Callable[[str], str] = str,
 ) -> Formats:
-    """Choose the formats of `table`'s weights and log each choice.
-
-    Raises ConfigError for a method that is not the checkpoint's.
-    """
+    """Choose the formats of `table`'s weights and log each choice. Raises ConfigError for a method
+    that is not the checkpoint's."""
     table = tuple(spec for spec in table if spec.layouts and spec.op is not None)
     read = _read_headers if has_files else _read_config
     stored = read(path, table, shards=wanted.shards, canonical=canonical)

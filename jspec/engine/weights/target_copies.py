@@ -16,10 +16,8 @@ log = logging.getLogger(__name__)
 
 
 def warn_of_other_targets(path: Path, source: DraftSource, target: Mapping[str, Any]) -> None:
-    """Warn of each tensor that the draft should share with the target but does not.
-
-    Only a sample of rows is compared.
-    """
+    """Warn of each tensor that the draft should share with the target but does not, by a sample of
+    rows."""
     if not source.copies:
         return
     with open_tensors(path, canonical=source.canonical) as tensors:

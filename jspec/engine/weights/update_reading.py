@@ -70,10 +70,8 @@ class UpdateReader:
     def read(
         self, update: DiskUpdate | ArrayUpdate, served: NamedWeights
     ) -> tuple[dict[ParamPath, Leaf], DraftSource]:
-        """Return the new weights, on the devices or the host, and their draft's source.
-
-        Raises ConfigError and CheckpointError, and OSError for a file that cannot be read.
-        """
+        """Return the new weights, on the devices or the host, and their draft's source. Raises
+        ConfigError, CheckpointError, and OSError for a file that cannot be read."""
         found = Finite()
         if isinstance(update, DiskUpdate):
             new, source = self._from_disk(update, served, found)

@@ -1,9 +1,5 @@
 """The plans of drafters with a head: EAGLE-1 to 3, multi-token prediction (NEXTN), blocks (DFLASH).
-
-NEXTN's layers decide how it drafts: several layers draft one level each (`multi_layer`); a single
-recurrent layer runs at every level, like an EAGLE head. All plans raise ConfigError or
-CheckpointError if the checkpoint does not fit.
-"""
+All raise ConfigError or CheckpointError if the checkpoint does not fit."""
 
 from __future__ import annotations
 
