@@ -175,10 +175,8 @@ class Service:
         received: float | None = None,  # time.monotonic() of the call's first byte
         return_text_in_logprobs: bool = False,
     ) -> Work:
-        """Queue all prompts of a call, or none.
-
-        Raises RequestError, QueueFullError or EngineClosedError before anything is queued.
-        """
+        """Queue all prompts of a call, or none. Raises RequestError, QueueFullError or
+        EngineClosedError before anything is queued."""
         started = time.monotonic()
         if self.is_shutting_down:
             raise EngineClosedError("the server is shutting down")

@@ -392,10 +392,8 @@ class Engine:
     flush_cache = mirrored(async_flush_cache)
 
     async def pause_generation(self, *, abort: bool = False) -> int:
-        """Plan no step until `continue_generation`; requests wait.
-
-        With `abort`, end the present requests and return their number.
-        """
+        """Plan no step until `continue_generation`; requests wait. With `abort`, end the present
+        requests and return their number."""
         self._loop.pause()
         return await self.abort_all() if abort else 0
 

@@ -1,8 +1,5 @@
-"""The metrics of /metrics, a row each.
-
-Names are SGLang's and vLLM's, so that dashboards for either work, and one value may have several.
-Other names start with jspec. `metrics_table` makes the table of docs/metrics.md.
-"""
+"""The metrics of /metrics, a row each, under SGLang's and vLLM's names, so that dashboards for
+either work; other names start with jspec. `metrics_table` makes the table of docs/metrics.md."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""Prometheus metrics at a scrape, and the rates of the decode log. It knows no HTTP.
-
-Counts and gauges are read from the scheduler's statistics; only latencies are recorded here.
-"""
+"""Prometheus metrics at a scrape, and the rates of the decode log. It knows no HTTP. Counts and
+gauges are read from the scheduler's statistics; latencies are recorded here."""
 
 from __future__ import annotations
 
