@@ -46,10 +46,10 @@ from jspec.server.http.streaming import (
 )
 from jspec.server.openai.chat_schema import ChatCall
 from jspec.server.server_args import ServerArgs
-from jspec.serving.chunk_stream import ChunkStream
 from jspec.serving.engine import Engine
 from jspec.serving.generation import INLINE_CHARS
 from jspec.serving.request_trace import Border, RequestTrace
+from jspec.serving.streams.chunk_stream import ChunkStream
 from jspec.text.intake import Prompt
 from jspec.text.spec_tokens import SpecTokenTracker
 from jspec.text.tokenizer.tokenizer import Tokenizer

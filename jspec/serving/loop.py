@@ -34,12 +34,12 @@ from jspec.messages.protocols import Runner
 from jspec.messages.request import DEFAULT_VERSION, Request
 from jspec.scheduler.scheduler import ABORTED, Scheduler
 from jspec.scheduler.stats import SchedulerStats
-from jspec.serving.chunk_stream import ChunkStream
-from jspec.serving.mailbox import Mailbox
-from jspec.serving.readers import Readers
 from jspec.serving.recovery import MOST_LOSSES, Recovery, RestartLimits
 from jspec.serving.request_trace import FirstTokens, RequestTrace
 from jspec.serving.runner_calls import RunnerCalls, StepInFlight
+from jspec.serving.streams.chunk_stream import ChunkStream
+from jspec.serving.streams.mailbox import Mailbox
+from jspec.serving.streams.readers import Readers
 from jspec.serving.trace import BusyClock
 from jspec.serving.trace import TraceEvent as TraceEvent
 from jspec.serving.trace import TraceKind as TraceKind

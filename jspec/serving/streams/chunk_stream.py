@@ -11,7 +11,7 @@ from typing import Protocol
 
 from jspec.errors import EngineClosedError, JspecError, RequestFailedError
 from jspec.messages.request import StreamChunk
-from jspec.serving.mailbox import Mailbox
+from jspec.serving.streams.mailbox import Mailbox
 
 LOGGER = logging.getLogger("jspec.scheduler")
 
