@@ -166,7 +166,7 @@ def read_windows(
 def refuse_common(fields: Fields) -> None:
     for name in ("hidden_act", "hidden_activation"):
         fields.refuse(name, allowed=("silu", "swish"), why="only SwiGLU MLPs are served")
-    fields.refuse("partial_rotary_factor", allowed=(1, 1.0), why="RoPE turns whole heads here")
+    fields.refuse("partial_rotary_factor", allowed=(1, 1.0), why="RoPE rotates whole heads here")
 
 
 def refuse_windows(fields: Fields, *, kinds: tuple[str, ...] = (FULL,)) -> None:

@@ -58,7 +58,7 @@ class TextEngine:
     def tokenizer(self) -> Tokenizer:
         """The tokenizer. Raises RequestError if the engine runs with skip_tokenizer_init."""
         if self._tokenizer is None:
-            raise RequestError(f"text was asked for; {NO_TOKENIZER} token ids only")
+            raise RequestError(f"text was requested; {NO_TOKENIZER} token ids only")
         return self._tokenizer
 
     @functools.cached_property

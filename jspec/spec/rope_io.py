@@ -30,7 +30,7 @@ def read_rope(fields: Fields) -> RopeConfig:
             f"{fields.path}: rope type is {shown(nested or kind)}; expected "
             f"{' or '.join(repr(name) for name in KINDS)}, one for all layers"
         )
-    merged.refuse("partial_rotary_factor", allowed=(1, 1.0), why="RoPE turns whole heads here")
+    merged.refuse("partial_rotary_factor", allowed=(1, 1.0), why="RoPE rotates whole heads here")
     return KINDS[kind](merged)
 
 

@@ -292,7 +292,7 @@ def test_qwen3_5(tmp_path: Path) -> None:
         ({"norm_topk_prob": False}, "norm_topk_prob is False; expected True"),
         ({"mlp_only_layers": [1]}, r"mlp_only_layers is \[1\]; expected \[\]: all layers"),
         ({"tie_word_embeddings": True}, "tie_word_embeddings is False, and in text_config True"),
-        ({"partial_rotary_factor": 0.1, "rope_parameters": None}, "RoPE turns 25 numbers"),
+        ({"partial_rotary_factor": 0.1, "rope_parameters": None}, "RoPE rotates 25 dimensions"),
         ({"rope_parameters": {"rope_type": "longrope", "factor": 2.0}}, "rope type is 'longrope'"),
     ],
 )

@@ -59,8 +59,8 @@ class AttentionSpec:
             self.rotary_dim % 2 or not 2 <= self.rotary_dim <= self.head_dim
         ):
             raise ConfigError(
-                f"RoPE turns {self.rotary_dim} numbers of a head; expected an even number from 2 "
-                f"to {self.head_dim}"
+                f"RoPE rotates {self.rotary_dim} dimensions of a head; expected an even number from "
+                f"2 to {self.head_dim}"
             )
         if self.window is not None and self.window < 1:
             raise ConfigError(f"sliding_window is {self.window}; expected at least 1")
@@ -126,8 +126,8 @@ class LatentAttentionSpec(AttentionSpec):
             )
         if self.rotary_dim is None or self.rotary_dim == self.head_dim:
             raise ConfigError(
-                f"RoPE turns {self.rotary_dim or self.head_dim} numbers of a head; expected fewer "
-                f"than {self.head_dim}"
+                f"RoPE rotates {self.rotary_dim or self.head_dim} dimensions of a head; expected "
+                f"fewer than {self.head_dim}"
             )
         others = (self.window, self.gate, self.sinks, self.qk_norm, self.qkv_bias, self.out_bias)
         if any(others) or self.value_scale != 1.0:
@@ -146,7 +146,7 @@ class LatentAttentionSpec(AttentionSpec):
         if indexer.head_dim < self.rope_dim:
             raise ConfigError(
                 f"index_head_dim is {indexer.head_dim}; expected at least {self.rope_dim}, the "
-                "numbers that RoPE turns"
+                "dimensions that RoPE rotates"
             )
         if self.reuses_selection:
             raise ConfigError(

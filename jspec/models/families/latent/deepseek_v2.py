@@ -29,7 +29,7 @@ def read(fields: Fields) -> ModelSpec:
     fields.refuse("topk_method", allowed=(GREEDY, GROUPED), why="no other choice is built")
     fields.refuse("norm_topk_prob", allowed=(False,), why="the weights are not normalized")
     fields.refuse("mlp_bias", allowed=(False,), why="MLPs have no biases here")
-    fields.refuse("rope_interleave", allowed=(True,), why="RoPE turns pairs of neighbours here")
+    fields.refuse("rope_interleave", allowed=(True,), why="RoPE rotates pairs of neighbours here")
 
     def moe() -> MoESpec:
         plain = read_moe(fields, Routing.SOFTMAX_THEN_TOP)

@@ -1,5 +1,5 @@
 """DeepSeek-V3.2 (DeepseekV32ForCausalLM): V3 with an indexer in each layer, also in that for
-multi-token prediction. RoPE turns halves of the indexer's heads, unlike those of the attention."""
+multi-token prediction. RoPE rotates halves of the indexer's heads, unlike those of the attention."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def read_sparse_decoder(
         raise ConfigError(
             f"{fields.path}: layer_types has {shown(others)}; expected {INDEXED!r} only"
         )
-    fields.refuse("rope_interleave", allowed=(True,), why="RoPE turns pairs of neighbours here")
+    fields.refuse("rope_interleave", allowed=(True,), why="RoPE rotates pairs of neighbours here")
     fields.refuse("mlp_bias", allowed=(False,), why="MLPs have no biases here")
     plain = with_num_dense(fields)
     return read_latent_decoder(

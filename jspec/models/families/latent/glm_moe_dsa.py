@@ -1,6 +1,6 @@
 """GLM-5, 5.1 and 5.2 (GlmMoeDsaForCausalLM): DeepSeek-V3.2's attention and MoE.
 
-RoPE turns neighbours in the indexer, too. From GLM-5.2 on (IndexCache, arXiv:2603.12201) most
+RoPE rotates neighbours in the indexer, too. From GLM-5.2 on (IndexCache, arXiv:2603.12201) most
 layers have no indexer: they attend to what the last layer with one selected. `indexer_types` has
 the kind of each layer; without it `index_topk_pattern`, or index_topk_freq and an offset.
 """

@@ -53,7 +53,7 @@ def read(fields: Fields) -> ModelSpec:
     if round(share * head_dim) != rope_dim:
         raise ConfigError(
             f"{fields.path}: partial_rotary_factor is {share}; expected qk_rope_head_dim "
-            f"{rope_dim} of {head_dim} numbers of a head"
+            f"{rope_dim} of {head_dim} dimensions of a head"
         )
     moe = read_moe(fields, Routing.SOFTMAX_THEN_TOP_NORMALIZED)
     return read_decoder(
