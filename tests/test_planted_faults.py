@@ -126,7 +126,7 @@ FAULTS = {
     ),
     "tied weight not turned": Fault(
         "models/files/stored_tensors.py",
-        "turned = columns if part.form is Form.AS_HELD else np.swapaxes(columns, -1, -2)",
+        "turned = columns if part.form is Form.AS_IS else np.swapaxes(columns, -1, -2)",
         "turned = columns",
         "models/test_stored.py",
     ),

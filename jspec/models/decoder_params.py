@@ -30,7 +30,7 @@ def decoder_params(
     """Declare a decoder under transformers' Llama names. ffn, delta: (spec, size=E) -> the table of
     a feed-forward, of a gated delta net."""
     V, E = spec.vocab_size, spec.hidden_size
-    table_part = Part(name="model.embed_tokens.weight", shape=(V, E), size=E, form=Form.AS_HELD)
+    table_part = Part(name="model.embed_tokens.weight", shape=(V, E), size=E, form=Form.AS_IS)
     table: list[ParamSpec] = [
         ParamSpec(path=("embed", "table"), shape=(V, E), layouts=((table_part,),), init=Init.TABLE)
     ]
@@ -123,7 +123,7 @@ def indexer_params(spec: LatentAttentionSpec, *, size: int) -> ParamTable:
     if indexer is None or rank is None:
         return ()
     H, D = indexer.num_heads, indexer.head_dim
-    bias = Part(name="k_norm.bias", shape=(D,), size=D, form=Form.AS_HELD)
+    bias = Part(name="k_norm.bias", shape=(D,), size=D, form=Form.AS_IS)
     (weights,) = product(("weights",), size, (("weights_proj", H, 1),), op=None)
     table = (
         *product(("q",), rank, (("wq_b", H * D, 1),)),
@@ -155,7 +155,7 @@ def delta_params(spec: DeltaNetSpec, *, size: int) -> ParamTable:
         )
 
     def of_heads(path: str, name: str) -> ParamSpec:
-        part = Part(name=name, shape=(H,), size=H, num_blocks=H, form=Form.AS_HELD)
+        part = Part(name=name, shape=(H,), size=H, num_blocks=H, form=Form.AS_IS)
         return ParamSpec(
             path=("decay", path),
             shape=(H,),

@@ -23,7 +23,7 @@ from jspec.spec.weight_format import Op
 
 
 def norm(path: str, name: str, size: int) -> ParamSpec:
-    part = Part(name=f"{name}.weight", shape=(size,), size=size, form=Form.AS_HELD)
+    part = Part(name=f"{name}.weight", shape=(size,), size=size, form=Form.AS_IS)
     return ParamSpec(path=(path, "scale"), shape=(size,), layouts=((part,),), init=Init.ONES)
 
 
@@ -73,7 +73,7 @@ def product(
     vector = ParamSpec(
         path=(*path, "bias"),
         shape=(size,),
-        layouts=(stored("bias", form=Form.AS_HELD),),
+        layouts=(stored("bias", form=Form.AS_IS),),
         axes=axes[-1:],
         init=Init.ZEROS,
         optional=bias_is_optional,
@@ -119,8 +119,7 @@ def attention_params(
         table += [] if spec.kv_of is not None else [norm("k_norm", "k_norm", D)]
     if spec.sinks:
         layouts = tuple(
-            (Part(name=name, shape=(H,), size=H, num_blocks=H, form=Form.AS_HELD),)
-            for name in sinks
+            (Part(name=name, shape=(H,), size=H, num_blocks=H, form=Form.AS_IS),) for name in sinks
         )
         table.append(
             ParamSpec(
@@ -140,7 +139,7 @@ def _norm_of_heads(name: str, num_heads: int, head_dim: int) -> ParamSpec:
         size=size,
         num_blocks=num_heads,
         repeats=True,
-        form=Form.AS_HELD,
+        form=Form.AS_IS,
     )
     return ParamSpec(
         path=(name, "scale"), shape=(size,), layouts=((part,),), axes=("heads",), init=Init.ONES
@@ -156,7 +155,7 @@ def kv_scales(spec: AttentionSpec) -> ParamTable:
         ParamSpec(
             path=(name,),
             shape=(1,),
-            layouts=((Part(name=name, shape=(1,), size=1, form=Form.AS_HELD),),),
+            layouts=((Part(name=name, shape=(1,), size=1, form=Form.AS_IS),),),
             init=Init.ONES,
             optional=True,
             format=FLOAT32,
@@ -232,7 +231,7 @@ def expert_params(spec: MoESpec, *, size: int) -> ParamTable:
     down = Part(name="experts.{}.down_proj.weight", shape=(size, inner), size=size, stack=X)
     down_fused = Part(name="experts.down_proj", shape=(X, size, inner), size=size)
     name = "gate.e_score_correction_bias"
-    router_bias = Part(name=name, shape=(X,), size=X, form=Form.AS_HELD)
+    router_bias = Part(name=name, shape=(X,), size=X, form=Form.AS_IS)
     biased = ParamSpec(
         path=("router", "router_bias"),
         shape=(X,),

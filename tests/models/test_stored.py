@@ -201,7 +201,7 @@ def test_interleaved_rows_and_held_stacks_survive(tmp_path: Path) -> None:
 
     def parts(name: str, shape: tuple[int, ...]) -> tuple[Part, ...]:
         return tuple(
-            Part(name=name, shape=shape, size=4, num_blocks=4, first=f, step=2, form=Form.AS_HELD)
+            Part(name=name, shape=shape, size=4, num_blocks=4, first=f, step=2, form=Form.AS_IS)
             for f in (0, 1)
         )
 

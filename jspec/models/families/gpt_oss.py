@@ -157,7 +157,7 @@ def _halves(name: str, shape: tuple[int, ...], format: MXFP4 | None = None) -> t
             num_blocks=inner,
             first=first,
             step=2,
-            form=Form.OUT_IN if format else Form.AS_HELD,
+            form=Form.OUT_IN if format else Form.AS_IS,
             format=format,
         )
         for first in (0, 1)
@@ -165,7 +165,7 @@ def _halves(name: str, shape: tuple[int, ...], format: MXFP4 | None = None) -> t
 
 
 def _whole(name: str, shape: tuple[int, ...], format: MXFP4 | None = None) -> Part:
-    form = Form.OUT_IN if format else Form.AS_HELD
+    form = Form.OUT_IN if format else Form.AS_IS
     return Part(name=name, shape=shape, size=shape[-2 if format else -1], form=form, format=format)
 
 

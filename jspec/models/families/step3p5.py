@@ -223,7 +223,7 @@ def _ffn_params(spec: FeedForward, *, size: int) -> ParamTable:
         for name in ("gate_proj", "up_proj")
     )
     down = Part(name="down_proj.weight", shape=(X, size, inner), size=size)
-    bias = Part(name="router_bias", shape=(X,), size=X, form=Form.AS_HELD)
+    bias = Part(name="router_bias", shape=(X,), size=X, form=Form.AS_IS)
     experts = (
         *product(("router",), size, (("gate", X, 1),), op=None),
         ParamSpec(

@@ -148,8 +148,8 @@ def _is_by_rows(part: Part) -> bool:
 
 
 def _is_whole(part: Part, spec: ParamSpec) -> bool:
-    is_as_held = part.form is Form.AS_HELD and not part.stack and spec.entries is None
-    return is_as_held and part.shape == spec.shape
+    is_plain = part.form is Form.AS_IS and not part.stack and spec.entries is None
+    return is_plain and part.shape == spec.shape
 
 
 def _own_rows(spec: ParamSpec, own: range | None, shards: int) -> range | None:
@@ -278,7 +278,7 @@ def _output_rows(stored: HostArray, part: Part) -> HostArray:
 
 
 def _place(out: HostArray, stored: HostArray, rows: slice, form: Form) -> None:
-    if form is Form.AS_HELD:
+    if form is Form.AS_IS:
         out[...] = stored[..., rows]
         return
     source = stored[..., rows, :]

@@ -55,7 +55,7 @@ def pieces(layout: tuple[Part, ...], host: HostArray) -> Iterator[tuple[str, Par
     for part in layout:
         columns = host[..., column : column + part.size]
         column += part.size
-        turned = columns if part.form is Form.AS_HELD else np.swapaxes(columns, -1, -2)
+        turned = columns if part.form is Form.AS_IS else np.swapaxes(columns, -1, -2)
         for index, name in enumerate(part.names):
             piece = turned[index] if part.stack else turned
             yield name, part, piece - np.float32(part.plus) if part.plus else piece
@@ -64,7 +64,7 @@ def pieces(layout: tuple[Part, ...], host: HostArray) -> Iterator[tuple[str, Par
 def put_piece(whole: HostArray, part: Part, piece: HostArray) -> None:
     """Write a part into its stored tensor; the part may lack axes of size one."""
     rows = whole if piece.ndim == whole.ndim else whole.reshape(-1, whole.shape[-1])
-    index = (..., part.rows) if part.form is Form.AS_HELD else (..., part.rows, slice(None))
+    index = (..., part.rows) if part.form is Form.AS_IS else (..., part.rows, slice(None))
     rows[index] = piece
 
 

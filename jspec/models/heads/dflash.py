@@ -86,7 +86,7 @@ def block_params(spec: BlockSpec) -> ParamTable:
 
 
 def _table(path: ParamPath, name: str, shape: Shape) -> ParamSpec:
-    part = Part(name=name, shape=shape, size=shape[-1], form=Form.AS_HELD)
+    part = Part(name=name, shape=shape, size=shape[-1], form=Form.AS_IS)
     return ParamSpec(path=path, shape=shape, layouts=((part,),))
 
 

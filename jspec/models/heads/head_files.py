@@ -161,9 +161,7 @@ def is_stray(name: str) -> bool:
 
 
 def stored_embed(spec: ParamSpec) -> ParamSpec:
-    part = Part(
-        name="embed_tokens.weight", shape=spec.shape, size=spec.shape[-1], form=Form.AS_HELD
-    )
+    part = Part(name="embed_tokens.weight", shape=spec.shape, size=spec.shape[-1], form=Form.AS_IS)
     return replace(spec, layouts=((part,),))
 
 
@@ -171,7 +169,7 @@ def published_specs(table: ParamTable) -> ParamTable:
     """Return a head's embedding and vocabulary map as its file stores them."""
     found = {spec.path: spec for spec in table}
     ids = found[DRAFT_IDS]
-    part = Part(name="d2t", shape=ids.shape, size=ids.shape[0], form=Form.AS_HELD)
+    part = Part(name="d2t", shape=ids.shape, size=ids.shape[0], form=Form.AS_IS)
     return (
         stored_embed(found[EMBED]),
         replace(ids, layouts=((part,),), axes=()),

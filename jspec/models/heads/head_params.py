@@ -141,7 +141,7 @@ def _mask_params(spec: HeadSpec) -> ParamTable:
     if spec.mask_token_id is None:
         return ()
     shape = (1, 1, max(len(spec.aux_layer_ids), 1) * spec.target_hidden_size)
-    part = Part(name="mask_hidden", shape=shape, size=shape[-1], form=Form.AS_HELD)
+    part = Part(name="mask_hidden", shape=shape, size=shape[-1], form=Form.AS_IS)
     return (ParamSpec(path=MASK_FEATURE, shape=shape, layouts=((part,),)),)
 
 

@@ -217,7 +217,7 @@ def shared(spec: HeadSpec) -> tuple[str, ...]:
 
 def _embedding(spec: HeadSpec) -> ParamSpec:
     shape = (spec.layer.vocab_size, spec.layer.hidden_size)
-    part = Part(name=f"model.{_EMBED}", shape=shape, size=shape[-1], form=Form.AS_HELD)
+    part = Part(name=f"model.{_EMBED}", shape=shape, size=shape[-1], form=Form.AS_IS)
     return ParamSpec(path=EMBED, shape=shape, layouts=((part,),))
 
 

@@ -59,8 +59,8 @@ class AttentionSpec:
             self.rotary_dim % 2 or not 2 <= self.rotary_dim <= self.head_dim
         ):
             raise ConfigError(
-                f"RoPE rotates {self.rotary_dim} dimensions of a head; expected an even number from "
-                f"2 to {self.head_dim}"
+                f"RoPE rotates {self.rotary_dim} dimensions of a head; expected an even number "
+                f"from 2 to {self.head_dim}"
             )
         if self.window is not None and self.window < 1:
             raise ConfigError(f"sliding_window is {self.window}; expected at least 1")

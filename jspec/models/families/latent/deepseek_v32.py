@@ -1,5 +1,6 @@
 """DeepSeek-V3.2 (DeepseekV32ForCausalLM): V3 with an indexer in each layer, also in that for
-multi-token prediction. RoPE rotates halves of the indexer's heads, unlike those of the attention."""
+multi-token prediction. RoPE rotates halves of the indexer's heads, but neighbours of the
+attention's."""
 
 from __future__ import annotations
 
