@@ -161,9 +161,11 @@ def _devices(args: EngineArgs) -> list[jax.Device]:
 
 
 def _open_store(named: str | None) -> ProgramStore | None:
-    """Open the directory of compiled programs, for jax's cache and ours; None for "". Raises
-    ConfigError for an unusable named directory; an unusable or shared default is ignored with a
-    warning."""
+    """Open the directory of compiled programs, for jax's cache and ours; None for "".
+
+    Raises ConfigError for an unusable named directory; an unusable or shared default is ignored
+    with a warning.
+    """
     if named == "":
         return None
     bucket = ProgramBucket.named(named) if named and named.startswith(GS) else None

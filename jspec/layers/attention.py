@@ -68,9 +68,11 @@ def project(
     shard: Shard,
     ops: Ops,
 ) -> tuple[Float[Array, "*b heads D"], Rotation]:
-    """Return the heads of q, k and v, and the norms and RoPE that `attend` must apply. A kv_of
-    layer has q heads alone, already normed. Norms that span heads are applied here: they sum over
-    all shards."""
+    """Return the heads of q, k and v, and the norms and RoPE that `attend` must apply.
+
+    A kv_of layer has q heads alone, already normed. Norms that span heads are applied here: they
+    sum over all shards.
+    """
     num_heads = spec.num_heads // shard.size
     heads = _heads(linear(params["qkv"], x, ops=ops), num_heads=num_heads, spec=spec)
     if spec.v_norm and spec.kv_of is None:

@@ -34,9 +34,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """The number of shards of a model, and the mesh axes over which it is sharded. peers: of a
-    layer (`of_layer`), or of a gather (`sharing`). defers: `reduce` leaves the sum to the next
-    norm."""
+    """The number of shards of a model, and the mesh axes over which it is sharded.
+
+    peers: of a layer (`of_layer`), or of a gather (`sharing`). defers: `reduce` leaves the sum to
+    the next norm.
+    """
 
     size: int = 1
     axis: MeshAxis | None = None

@@ -89,8 +89,10 @@ def moe(
     routed: Float[Array, "T E"] | None = None,
 ) -> Float[Array, "T E"]:
     """Run each token through its top_k experts, weighted, and through the shared expert if any.
+
     params: an ExpertUse under "use" counts tokens; placed experts need it. routed: the router's
-    input, if not x."""
+    input, if not x.
+    """
     ids, weights = route(params["router"], x if routed is None else routed, spec=spec)
     experts, physical = params["experts"], ids
     if "use" in params or spec.num_placed is not None:

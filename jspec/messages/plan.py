@@ -53,9 +53,11 @@ class PrefillChunk:
 
 @dataclass(frozen=True, slots=True, order=True)
 class PageGrant:
-    """Set page_table[slot, index + i] = pages[i] before the step runs. Entry i has positions [i *
-    page_size, (i + 1) * page_size). Space i > 0 is that of `PoolLimits.windows[i - 1]`, 0 the full
-    one."""
+    """Set page_table[slot, index + i] = pages[i] before the step runs.
+
+    Entry i has positions [i * page_size, (i + 1) * page_size). Space i > 0 is that of
+    `PoolLimits.windows[i - 1]`, 0 the full one.
+    """
 
     slot: int
     index: int

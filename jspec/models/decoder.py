@@ -55,8 +55,9 @@ def paged_layer(
     settings: LayerSettings,
 ) -> tuple[Residual, Any, jax.Array | None]:
     """Run a layer over its cache: (stream, updated cache, counts of its experts' tokens or None).
-    loras: the layer's stacked adapters, and the columns that each token uses. tokens: for its
-    MoE."""
+
+    loras: the layer's stacked adapters, and the columns that each token uses. tokens: for its MoE.
+    """
     if loras is not None:
         params = with_adapters(params, *loras, kept)
     use = None if tokens is None else ExpertUse(tokens.kept(kept))

@@ -53,9 +53,11 @@ def run_layer(
     kept: Int[Array, "R"] | None = None,
     token_input: Float[Array, "T P"] | None = None,
 ) -> Residual:
-    """Apply x + attention(norm(x)), then x + ffn(norm(x)); the last add is left pending. kept: the
-    tokens whose output is needed; others stop after K and V. token_input: of a SandwichSpec
-    layer."""
+    """Apply x + attention(norm(x)), then x + ffn(norm(x)); the last add is left pending.
+
+    kept: the tokens whose output is needed; others stop after K and V. token_input: of a
+    SandwichSpec layer.
+    """
     if isinstance(spec, SandwichSpec):
         shard = settings.shard.of_layer(params)
         own: dict[str, Any] = {"spec": spec, "shard": shard, "ops": settings.ops}

@@ -40,9 +40,11 @@ def _partition_of(spec: ParamSpec) -> Any:
 
 
 def place_of(mesh: Mesh, spec: ParamSpec, *, column_major: bool) -> Any:
-    """Return a weight's placement (NamedSharding, Format, or an FP8Weight of them). column_major: a
-    marked weight is stored as [out, in]. Embedding tables are row-major, as a TPU step needs
-    them."""
+    """Return a weight's placement (NamedSharding, Format, or an FP8Weight of them).
+
+    column_major: a marked weight is stored as [out, in]. Embedding tables are row-major, as a TPU
+    step needs them.
+    """
     partition = _partition_of(spec)
     if isinstance(partition, FP8Weight):
         codes, scales = (NamedSharding(mesh, x) for x in (partition.codes, partition.scales))

@@ -150,8 +150,10 @@ def _above(
     columns: int,
 ) -> tuple[list[jax.Array], list[jax.Array]]:
     """Return (count, mass relative to the maximum's) of the logits above each pivot, without NaN.
+
     The comparison is written twice: XLA on a GPU would store a [B, N, V] array that two operands
-    share."""
+    share.
+    """
     pieces = _in_pieces(logits, columns)
     axes = tuple(range(2, pieces.ndim))
     top, pivots = jnp.expand_dims(top, axes), [jnp.expand_dims(pivot, axes) for pivot in pivots]

@@ -115,9 +115,11 @@ class Tenancy:
 
     @property
     def committed_len(self) -> int:
-        """L as far as the host has read: KV of positions 0..L-1 is valid, the root is token L. It
-        is the length of the fill while the prefill is unread, then one less than the known
-        tokens."""
+        """L as far as the host has read: KV of positions 0..L-1 is valid, the root is token L.
+
+        It is the length of the fill while the prefill is unread, then one less than the known
+        tokens.
+        """
         if not self.is_prefill_read:
             return len(self.fill_ids)
         return self.sequence.num_tokens - 1

@@ -19,9 +19,11 @@ class RankStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerStats:
-    """A snapshot for metrics, over all data ranks. Totals are since the start and count committed
-    ids only. Page counts without `window` are of the full space; free ones include unused cached
-    ones."""
+    """A snapshot for metrics, over all data ranks.
+
+    Totals are since the start and count committed ids only. Page counts without `window` are of the
+    full space; free ones include unused cached ones.
+    """
 
     num_running: int
     num_queued: int

@@ -295,9 +295,11 @@ class LiveWeights:
     async def async_get_weights_by_name(
         self, name: str, truncate_size: int = 100, *, selector: str | None = None
     ) -> list[Any]:
-        """Return the first `truncate_size` rows of a checkpoint tensor as nested lists. selector:
-        target, draft, or None: the first that has that name. Raises RequestError for an unknown
-        name."""
+        """Return the first `truncate_size` rows of a checkpoint tensor as nested lists.
+
+        selector: target, draft, or None: the first that has that name. Raises RequestError for an
+        unknown name.
+        """
         if type(truncate_size) is not int or truncate_size < 0:
             raise RequestError(
                 f"truncate_size is {shown_json(truncate_size)}; expected 0 or more rows"

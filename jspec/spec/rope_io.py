@@ -19,9 +19,11 @@ TABLES = ("rope_parameters", "rope_scaling")
 
 
 def read_rope(fields: Fields) -> RopeConfig:
-    """Read one RoPE for all layers from all keys about it. A non-empty `rope_scaling` replaces
-    `rope_parameters`. Raises ConfigError for an unsupported kind, CheckpointError for a
-    contradiction."""
+    """Read one RoPE for all layers from all keys about it.
+
+    A non-empty `rope_scaling` replaces `rope_parameters`. Raises ConfigError for an unsupported
+    kind, CheckpointError for a contradiction.
+    """
     merged = _merged(fields)
     kind = merged.get("rope_type") or "default"
     nested = [name for name, value in merged.values.items() if isinstance(value, dict)]

@@ -91,9 +91,11 @@ def choose_at_nodes(
     seen: Seen | None,
     allowed: UInt32[Array, "B N W"] | None = None,
 ) -> Int[Array, "B N"]:
-    """Return the target's token at every node. filtered: apply top-k, top-p and min-p. seen: None:
-    no penalties, bias or minimum length. allowed: bit mask of a grammar's tokens after each
-    node."""
+    """Return the target's token at every node.
+
+    filtered: apply top-k, top-p and min-p. seen: None: no penalties, bias or minimum length.
+    allowed: bit mask of a grammar's tokens after each node.
+    """
     raw = logits
     positions = indexing.chosen_position(rows.seq_lens[:, None], tree.depths)
     token_ids = target.token_ids()

@@ -93,9 +93,11 @@ class TokenizedStream:
         return TextCut(num_ids=len(ids), text="".join(final))
 
     def flush(self) -> str:
-        """Return the text still held back, or "" after a match or another flush. An incomplete
-        character, or a run of byte tokens, becomes text only here, and may complete a stop
-        string."""
+        """Return the text still held back, or "" after a match or another flush.
+
+        An incomplete character, or a run of byte tokens, becomes text only here, and may complete a
+        stop string.
+        """
         if self._flushed or self._matched is not None:
             self._flushed = True
             return ""

@@ -1,6 +1,8 @@
-"""Rules that turn measurements into findings, with their thresholds. A repair is credible if it
-helps on all texts beyond chance and makes the head good or recovers a third of the missing
-agreement."""
+"""Rules that turn measurements into findings, with their thresholds.
+
+A repair is credible if it helps on all texts beyond chance and makes the head good or recovers a
+third of the missing agreement.
+"""
 
 from __future__ import annotations
 

@@ -26,9 +26,11 @@ RETRY_SECONDS = 0.25
 
 
 def follow(args: EngineArgs, place: HostPlace, token: bytes) -> None:
-    """Run what host 0 runs until it ends, and restart with the other hosts if one is lost. Raises
-    ConfigError if host 0 refuses this host or fails, RunnerError if it is away for `place.timeout`
-    seconds."""
+    """Run what host 0 runs until it ends, and restart with the other hosts if one is lost.
+
+    Raises ConfigError if host 0 refuses this host or fails, RunnerError if it is away for
+    `place.timeout` seconds.
+    """
     identity = identity_of(args, count=place.count)
     while True:
         channel = _arrive(place, token, identity)

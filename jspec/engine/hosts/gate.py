@@ -41,9 +41,11 @@ class Gate:
         self._listening.settimeout(POLL_SECONDS)
 
     def gather(self) -> dict[int, FrameSocket]:
-        """Wait for all other hosts and return their connections by rank. Raises ConfigError for a
-        host that may not follow or comes too late, RunnerError for a late one once the engine has
-        run."""
+        """Wait for all other hosts and return their connections by rank.
+
+        Raises ConfigError for a host that may not follow or comes too late, RunnerError for a late
+        one once the engine has run.
+        """
         self._members, self._refused = {}, None
         deadline = time.monotonic() + self.place.timeout
         log.info(

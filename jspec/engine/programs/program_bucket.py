@@ -1,6 +1,8 @@
 """A bucket that shares compiled programs between machines: gs://BUCKET/PATH, through gcsfs.
+
 Failures are only warnings. Fetched programs are executed: the bucket must be as trustworthy as the
-code."""
+code.
+"""
 
 from __future__ import annotations
 

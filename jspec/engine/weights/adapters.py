@@ -36,8 +36,9 @@ def adapter_directory(path: str) -> Path:
 
 def lora_spec(args: EngineArgs, table: ParamTable) -> LoRASpec | None:
     """Return the space for adapters that the arguments request, or those of `lora_paths` need.
-    table: of the target. Raises ConfigError, and CheckpointError for an adapter that does not
-    fit."""
+
+    table: of the target. Raises ConfigError, and CheckpointError for an adapter that does not fit.
+    """
     if not args.has_loras:
         return None
     paths = [adapter_directory(path) for _, path in args.named_lora_paths]

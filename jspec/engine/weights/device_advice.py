@@ -30,8 +30,9 @@ def advise_for(
     kv_cache_dtype: str = AUTO,
 ) -> Advice:
     """Compare the layouts of the checkpoint that `describe` found, with `describe`'s arguments.
-    Raises ConfigError for a draft without its target, and JspecError for files that cannot be
-    read."""
+
+    Raises ConfigError for a draft without its target, and JspecError for files that cannot be read.
+    """
     path = Path(info.path)
     if info.kind == "draft" and target is None:
         raise ConfigError(

@@ -37,9 +37,11 @@ class SwitchError(Exception):
 
 
 def switch_leaves(old: Mapping[ParamPath, Leaf], new: dict[ParamPath, Leaf], put: PutAt) -> Flat:
-    """Put the new weights on the devices, emptying `new` meanwhile to free host memory. old:
-    deleted if replaced from the host. Raises SwitchError, or EngineClosedError if it cannot be
-    undone."""
+    """Put the new weights on the devices, emptying `new` meanwhile to free host memory.
+
+    old: deleted if replaced from the host. Raises SwitchError, or EngineClosedError if it cannot be
+    undone.
+    """
     switch = _Switch(old, new, put)
     try:
         return switch.run()

@@ -120,9 +120,11 @@ def load_eagle1(
     place: Place = on_host,
     formats: Formats = (),
 ) -> Params:
-    """Load a head's params (`dtype`; draft_ids int32[U]) to where `place` puts them. lm_head is the
-    target's own, or its columns hot_ids i32[U]; so is an absent embedding. Raises
-    CheckpointError."""
+    """Load a head's params (`dtype`; draft_ids int32[U]) to where `place` puts them.
+
+    lm_head is the target's own, or its columns hot_ids i32[U]; so is an absent embedding. Raises
+    CheckpointError.
+    """
     with open_tensors(path, canonical=canonical_name) as tensors:
         own, shares = list(_check(tensors, spec)), {"embed", "lm_head"}
         if "embed_tokens.weight" in tensors:

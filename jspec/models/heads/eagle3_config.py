@@ -1,6 +1,8 @@
-"""An EAGLE-3 head's config.json: reading its variants against a target, and writing it. Raises
-ConfigError for an unserved variant, CheckpointError for a file that is not of this target's
-head."""
+"""An EAGLE-3 head's config.json: reading its variants against a target, and writing it.
+
+Raises ConfigError for an unserved variant, CheckpointError for a file that is not of this target's
+head.
+"""
 
 from __future__ import annotations
 
@@ -244,9 +246,11 @@ def _stated(fields: Fields, name: str, default: bool) -> bool:
 
 
 def _norms_before_head(fields: Fields, names: Mapping[str, str]) -> bool:
-    """Return whether a plain head has a norm before lm_head. norm_output false (not fed back,
-    SGLang) meant none before SpecForge's pull request 879, and does if the file has no such
-    norm."""
+    """Return whether a plain head has a norm before lm_head.
+
+    norm_output false (not fed back, SGLang) meant none before SpecForge's pull request 879, and
+    does if the file has no such norm.
+    """
     is_older = fields.get("norm_output") is False and names and "norm.weight" not in names
     return _stated(fields, "use_last_layernorm", True) and not is_older
 

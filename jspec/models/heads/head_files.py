@@ -243,8 +243,10 @@ def read_head(
     formats: Formats,
 ) -> Params:
     """Return a head's params: `own` read from its file, and those that it shares with the target.
+
     ids: i32[U], its `draft_ids`. hot_ids: i32[U], the only columns of the target's lm_head to
-    draft."""
+    draft.
+    """
     ids = ids if hot_ids is None else hot_ids
     reads = param_reads(tensors, with_formats(tuple(own), formats), dtype=dtype, shards=shards)
     if ids is not None:

@@ -226,9 +226,11 @@ def _own_table(spec: HeadSpec, names: HeadNames) -> ParamTable:
 
 
 def _check(tensors: Tensors, spec: HeadSpec, names: HeadNames) -> ParamTable:
-    """Check the file and return the weights to read. Unused further layers must be complete, or
-    absent if config.json does not give their number. Other tensors are the target's, if it has its
-    layers."""
+    """Check the file and return the weights to read.
+
+    Unused further layers must be complete, or absent if config.json does not give their number.
+    Other tensors are the target's, if it has its layers.
+    """
     names = _numbered(tensors, names)
     numbers = {names.number(name) for name in tensors.sources} - {None}
     layers = spec.layer.layers

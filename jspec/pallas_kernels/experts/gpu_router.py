@@ -173,9 +173,11 @@ def choose(
     with_shared: bool = False,
     interpret: bool = False,
 ) -> tuple[Int[Array, "T k"], Float[Array, "T k"]]:
-    """Return (each token's experts, best first; f32 weights). dtype: of the rounded logits.
-    router_bias: affects the choice only. with_shared: add expert X, the shared one, with weight
-    1."""
+    """Return (each token's experts, best first; f32 weights).
+
+    dtype: of the rounded logits. router_bias: affects the choice only. with_shared: add expert X,
+    the shared one, with weight 1.
+    """
     num_tokens = shares.shape[1]
     shape = (num_tokens, top_k + with_shared)
     ids, weights = pl.pallas_call(

@@ -74,9 +74,11 @@ def pages_ahead(limits: ServeLimits, committed: int, *, last: int) -> int:
 def check_batch(
     limits: ServeLimits, requests: Sequence[Request], *, in_use: Collection[str], num_queued: int
 ) -> list[int]:
-    """Return max_new_tokens of each request, clipped. in_use: ids of the unfinished requests.
-    Raises RequestError for a request that can never run, QueueFullError if not all fit into the
-    queue."""
+    """Return max_new_tokens of each request, clipped.
+
+    in_use: ids of the unfinished requests. Raises RequestError for a request that can never run,
+    QueueFullError if not all fit into the queue.
+    """
     names: set[str] = set()
     for request in requests:
         name = request.request_id

@@ -1,6 +1,8 @@
-"""Routes that read the weights, and update them while the server runs. Names, fields and answers
-are SGLang's, but a body of tensors is a safetensors file, not a pickle, which would execute
-code."""
+"""Routes that read the weights, and update them while the server runs.
+
+Names, fields and answers are SGLang's, but a body of tensors is a safetensors file, not a pickle,
+which would execute code.
+"""
 
 from __future__ import annotations
 

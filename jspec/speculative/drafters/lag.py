@@ -94,8 +94,10 @@ def delayed(
 @pytree
 class PathRows:
     """The queries of K paths of n tokens in the layer that lags by n, K per depth, by depth.
+
     Missing depths (`left_out`: the row is shorter than its lag) come last, where no valid query
-    sees them."""
+    sees them.
+    """
 
     rows: AttentionMetadata
     left_out: jax.Array  # i32[B]
