@@ -101,13 +101,23 @@ def moe(
     if "down_bias" in experts:  # once, after the all-reduce
         out = out + biases_of(experts["down_bias"], ids, weights).astype(out.dtype)
     if spec.shared is not None:
-        limit = spec.shared.limit
-        shared = gated_mlp(params["shared"], x, shard=shard, ops=ops, limit=limit)
-        if spec.shared_gate:
-            share = jax.nn.sigmoid(logits_of(x, params["shared_gate"]["kernel"]))
-            shared = shared * share.astype(shared.dtype)
-        out = out + shared
+        out = out + _shared_output(params, x, spec=spec, shard=shard, ops=ops)
     return out
+
+
+def _shared_output(
+    params: dict[str, Any], x: Float[Array, "T E"], *, spec: MoESpec, shard: Shard, ops: Ops
+) -> Float[Array, "T E"]:
+    limit = None if spec.shared is None else spec.shared.limit
+    out = gated_mlp(params["shared"], x, shard=shard, ops=ops, limit=limit)
+    return out * _share(params, x)[:, None].astype(out.dtype) if spec.shared_gate else out
+
+
+def _share(params: dict[str, Any], x: Float[Array, "T E"]) -> Float[Array, "T"]:
+    """Return the factor of a gated shared expert's output, by a sum: XLA for GPUs cannot compile a
+    product of one token and one column."""
+    gate = params["shared_gate"]["kernel"][:, 0].astype(jnp.float32)
+    return jax.nn.sigmoid(jnp.sum(x * gate, axis=-1))
 
 
 def _sum_of_experts(
@@ -157,16 +167,18 @@ def moe_of_sum(
 ) -> Residual:
     """Return the stream x + MoE(norm(x)) for the stream's sum x; the last add is left pending."""
     is_whole = shard.size == spec.shards == 1
-    is_fusible = is_whole and not spec.shared_gate and "use" not in params
-    if is_fusible and isinstance(stream.delta, jax.Array):
+    if is_whole and "use" not in params and isinstance(stream.delta, jax.Array):
         fused = ops.moe_of_sum(
             stream.x, stream.delta, post_norm["scale"], params, eps=eps, spec=spec
         )
         if fused is not None:
             x, normed, mixed = fused
-            if spec.shared is not None and not mixed.has_shared:
-                how: Any = {"shard": shard, "ops": ops, "limit": spec.shared.limit}
-                mixed = replace(mixed, shared=gated_mlp(params["shared"], normed, **how))
+            if mixed.has_shared and spec.shared_gate:
+                weights = mixed.weights.at[:, -1].set(_share(params, normed))
+                mixed = replace(mixed, weights=weights)
+            elif spec.shared is not None and not mixed.has_shared:
+                shared = _shared_output(params, normed, spec=spec, shard=shard, ops=ops)
+                mixed = replace(mixed, shared=shared)
             return Residual(x=x, delta=mixed)
     x, normed = norm_of_sum(post_norm, stream, eps=eps, ops=ops)
     flat = normed.reshape(-1, normed.shape[-1])

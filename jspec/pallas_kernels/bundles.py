@@ -48,7 +48,6 @@ OPS = Bundles(
         "tpu": _tpu,
         "tpu_interpret": lambda: _tpu(interpret=True),
         "gpu": _gpu,
-        "gpu_unconfirmed": lambda: _gpu(unconfirmed=True),
         "gpu_interpret": lambda: _gpu(interpret=True),
     }
 )

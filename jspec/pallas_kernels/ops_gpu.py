@@ -64,9 +64,6 @@ class GpuOps(Ops):
     # Store weights marked `column_major` so. That is faster for the many tokens of a verification,
     # and slower for few, so plain decoding does not set it.
     columns: bool = False
-    # Also use kernels of latent attention, sigmoid routers and prompts through delta nets: no chip
-    # has compared their results with XLA's yet (decision 58).
-    unconfirmed: bool = False
 
     name: ClassVar[str] = "gpu"
     default_page_size: ClassVar[int] = 64  # one TMA copy per page
@@ -79,10 +76,6 @@ class GpuOps(Ops):
     @property
     def column_major(self) -> bool:
         return self.columns
-
-    @property
-    def _uses_unconfirmed(self) -> bool:
-        return self.unconfirmed or self.interpret
 
     def with_columns(self, columns: bool) -> GpuOps:
         return replace(self, columns=columns)
@@ -159,9 +152,7 @@ class GpuOps(Ops):
         check_call(q, pages, rows, call)
         pages = latent_attention.write_new(records, pages, rows, call)
         how: Any = {"queries_per_row": few, "scale": call.scale, "interpret": self.interpret}
-        if self._uses_unconfirmed and latent_attention_gpu.serves(
-            q, pages, queries_per_row=few, rank=rank
-        ):
+        if latent_attention_gpu.serves(q, pages, queries_per_row=few, rank=rank):
             return latent_attention_gpu.attend_rows(q, pages, rows, rank=rank, **how), pages
         return gpu_wide.attend_rows(q, pages, rows, value_dim=rank, **how), pages
 
@@ -174,7 +165,7 @@ class GpuOps(Ops):
         *,
         spec: LatentAttentionSpec,
     ) -> tuple[jax.Array, jax.Array] | None:
-        if not (self._uses_unconfirmed and gpu_few_latents.serves(params, x, spec)):
+        if not gpu_few_latents.serves(params, x, spec):
             return None
         how: Any = {"spec": spec, "interpret": self.interpret}
         return gpu_few_latents.queries_and_records(params, x, cos, sin, **how)
@@ -182,7 +173,7 @@ class GpuOps(Ops):
     def latent_outputs(
         self, params: dict[str, Any], mixed: jax.Array, *, spec: LatentAttentionSpec
     ) -> jax.Array | None:
-        if not (self._uses_unconfirmed and gpu_few_latents.serves(params, mixed, spec)):
+        if not gpu_few_latents.serves(params, mixed, spec):
             return None
         v_up = params["v_up"]["kernel"]
         return gpu_few_latents.values(mixed, v_up, interpret=self.interpret)
@@ -236,7 +227,7 @@ class GpuOps(Ops):
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         given = (inputs, decay, beta, conv, cache, rows)
         how: Any = {"interpret": self.interpret}
-        if queries_per_row is None and self._uses_unconfirmed and gpu_chunks.serves(cache["state"]):
+        if queries_per_row is None and gpu_chunks.serves(cache["state"]):
             return delta_rule.run_chunks(*given, run=partial(gpu_chunks.run_blocks, **how))
         if queries_per_row is None or not delta_rule_gpu.serves(queries_per_row=queries_per_row):
             return Ops.delta_rule(self, *given, queries_per_row=queries_per_row)
@@ -323,8 +314,6 @@ class GpuOps(Ops):
     ) -> tuple[jax.Array, jax.Array, Mixed] | None:
         """Use a few launches instead of 20 to 30. Supports routers without groups."""
         if x.ndim != 2 or not spec.has_ranked_router or spec.num_experts > MOST_RANKED:
-            return None
-        if not self._uses_unconfirmed and (spec.has_router_bias or spec.shared is not None):
             return None
         router = params["router"]
         if "factors" in router or (spec.has_router_bias and router["kernel"].dtype != x.dtype):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from typing import Any
 
 import jax
@@ -14,6 +15,7 @@ from jax.sharding import PartitionSpec
 from jspec.device.parallel import Parallel
 from jspec.layers.linear import Shard
 from jspec.layers.moe import moe, route
+from jspec.pallas_kernels.bundles import OPS
 from jspec.pallas_kernels.ops import Ops
 from jspec.spec.axes import MODEL
 from jspec.spec.layers.feed_forward import DenseSpec, Gate, MoESpec, Routing
@@ -201,3 +203,19 @@ def test_shards_add_up_and_a_bias_is_added_once(parallel: Parallel, shares: bool
     for each in found:
         np.testing.assert_array_equal(each, found[0])
         np.testing.assert_allclose(each, expected, rtol=2e-4, atol=2e-4)
+
+
+def test_no_product_of_one_token_and_one_column() -> None:
+    """XLA for GPUs cannot compile one, as the gate of a shared expert would be."""
+    params = drawn(bias=False) | {
+        "shared": {"gate_up": {"kernel": np.ones((E, 8))}, "down": {"kernel": np.ones((4, E))}},
+        "shared_gate": {"kernel": np.ones((E, 1))},
+    }
+    spec = MoESpec(
+        num_experts=X, top_k=TOP, inner=INNER, shared=DenseSpec(inner=4), shared_gate=True
+    )
+    run = partial(moe, spec=spec, shard=Shard(), ops=OPS["xla"])
+    equations = jax.make_jaxpr(run)(params, jnp.ones((1, E))).jaxpr.eqns
+    products = [x.outvars[0].aval for x in equations if x.primitive.name == "dot_general"]
+    assert products
+    assert all(x.size > 1 for x in products)

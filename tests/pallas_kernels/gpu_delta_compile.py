@@ -122,8 +122,8 @@ def chunks(tokens: int, batch: int) -> None:
         return OPS[bundle].delta_rule(*inputs, cache, rows, queries_per_row=None)
 
     pools = [cache["state"], cache["conv"]]
-    compiled(partial(run, bundle="gpu"), (cache, *others), pools=pools)
-    found = compiled(partial(run, bundle="gpu_unconfirmed"), (cache, *others), pools=pools)
+    compiled(partial(run, bundle="xla"), (cache, *others), pools=pools)
+    found = compiled(partial(run, bundle="gpu"), (cache, *others), pools=pools)
     report(found, "delta", "chunks", tokens, batch, most_spilled=64)
 
 

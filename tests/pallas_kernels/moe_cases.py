@@ -72,6 +72,8 @@ def drawn(case: Case, seed: int) -> tuple[Residual, dict[str, Any], dict[str, ja
             "gate_up": {"kernel": array(E, 2 * width, scale=E**-0.5)},
             "down": {"kernel": array(width, E, scale=width**-0.5)},
         }
+    if spec.shared_gate:
+        params["shared_gate"] = {"kernel": array(E, 1, scale=E**-0.5)}
     stream = Residual(x=array(case.tokens, E), delta=array(case.tokens, E))
     return stream, params, {"scale": array(E) + 1}
 

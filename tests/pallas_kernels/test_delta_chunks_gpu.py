@@ -11,15 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec.pallas_kernels.attention.api import AttentionMetadata
-from jspec.pallas_kernels.bundles import OPS
 from jspec.pallas_kernels.delta_rule import gpu_chunks, reference
 from jspec.pallas_kernels.delta_rule.reference import Tokens
 from jspec.pallas_kernels.delta_rule.tuning import ChunkTuning
 from jspec.pallas_kernels.ops import Ops
-from jspec.pallas_kernels.shapes import QWEN3_5_9B
-from jspec.spec.cache_entry import CacheLayout
-from jspec.spec.layers.delta_net import DeltaNetSpec
 from tests.layers.mixer_rows import Rows
 from tests.layers.test_mixers import mixed_of
 
@@ -88,30 +83,3 @@ def test_packed_rows_give_what_the_reference_gives(lens: tuple[int, ...], is_har
     np.testing.assert_allclose(found, after, atol=1e-5)
     assert not np.asarray(out[ends[-1] :]).any()
     np.testing.assert_array_equal(found[np.equal(lens, 0)], given[0][np.equal(lens, 0)])
-
-
-@pytest.mark.parametrize(("bundle", "uses"), [("gpu", False), ("gpu_unconfirmed", True)])
-def test_only_the_unconfirmed_bundle_uses_the_kernels(bundle: str, uses: bool) -> None:
-    spec, tokens, rows = QWEN3_5_9B.mixer, 64, 2
-    assert isinstance(spec, DeltaNetSpec)
-    layout = CacheLayout(page_size=64, dtype="bfloat16", num_nodes=1, num_path=1)
-    arrays = spec.cache_entry.arrays(rows + 1, layout)
-
-    def zeros(*shape: int, dtype: Any = jnp.int32) -> jax.Array:
-        return jnp.zeros(shape, dtype)
-
-    where = AttentionMetadata(
-        page_table=zeros(rows, 1),
-        prefix_lens=zeros(rows),
-        cu_q_lens=zeros(rows + 1),
-        q_positions=zeros(tokens),
-        slots=zeros(rows),
-    )
-    traced = jax.make_jaxpr(partial(OPS[bundle].delta_rule, queries_per_row=None))(
-        zeros(tokens, spec.conv_dim, dtype=jnp.bfloat16),
-        *[zeros(tokens, spec.num_heads, dtype=jnp.float32)] * 2,
-        zeros(spec.conv_size, spec.conv_dim, dtype=jnp.bfloat16),
-        {name: zeros(*x.shape, dtype=x.dtype) for name, x in arrays.items()},
-        where,
-    )
-    assert ("delta_chunks" in str(traced)) == uses

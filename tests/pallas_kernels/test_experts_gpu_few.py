@@ -42,6 +42,7 @@ from tests.pallas_kernels.moe_cases import (
 # the router; all experts, and ids that repeat in every token.
 NORMALIZED = spec_of(6, 3, 32, Routing.SOFTMAX_THEN_TOP_NORMALIZED, bias=False)
 TOP_FIRST = spec_of(5, 2, 16, Routing.TOP_THEN_SOFTMAX, bias=True)
+GATED = replace(NORMALIZED, shared=DenseSpec(inner=32), shared_gate=True)
 CASES = (
     Case(1, 48, NORMALIZED),
     Case(1, 32, TOP_FIRST),
@@ -50,6 +51,8 @@ CASES = (
     Case(5, 32, spec_of(3, 3, 32, Routing.SOFTMAX_THEN_TOP, bias=True)),
     Case(1, 48, BY_SIGMOID),
     Case(3, 32, BY_SIGMOID),
+    Case(3, 48, GATED),
+    Case(1, 48, GATED),
     Case(2, 32, replace(BY_SIGMOID, routing=Routing.SIGMOID_THEN_TOP, shared=DenseSpec(inner=16))),
 )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -12,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jspec.pallas_kernels.experts.gpu_router import score
-from jspec.spec.layers.feed_forward import Routing
+from jspec.spec.layers.feed_forward import DenseSpec, Routing
 from tests.pallas_kernels.chips import needs_gpu
 from tests.pallas_kernels.moe_cases import (
     BY_SIGMOID,
@@ -29,7 +30,8 @@ from tests.pallas_kernels.moe_cases import (
 MANY = Case(40, 48, spec_of(6, 3, 32, Routing.SOFTMAX_THEN_TOP_NORMALIZED, bias=False))
 BIASED = Case(33, 32, spec_of(5, 2, 16, Routing.TOP_THEN_SOFTMAX, bias=True))
 SHARED = Case(18, 32, BY_SIGMOID)
-CASES = (MANY, BIASED, SHARED)
+GATED = replace(MANY, spec=replace(MANY.spec, shared=DenseSpec(inner=16), shared_gate=True))
+CASES = (MANY, BIASED, SHARED, GATED)
 
 
 @settings(max_examples=6, deadline=None)

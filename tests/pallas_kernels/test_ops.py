@@ -123,7 +123,7 @@ def test_bundles_are_compared_by_what_they_run() -> None:
 
 def test_only_the_gpu_kernels_read_weights_by_columns() -> None:
     turned = {name for name, ops in OPS.items() if ops.with_columns(True).column_major}
-    assert turned == {"gpu", "gpu_interpret", "gpu_unconfirmed"}
+    assert turned == {"gpu", "gpu_interpret"}
     assert not any(ops.with_columns(False).column_major for ops in OPS.values())
 
 
