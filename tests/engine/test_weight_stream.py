@@ -24,8 +24,8 @@ from jspec.engine.weights.loading import BUNDLED, load_models, resolve_paths
 from jspec.engine.weights.weight_stream import put_on, stream
 from jspec.errors import CheckpointError, ConfigError
 from jspec.models.files.checkpoint import load_model_spec, load_target, save_target
-from jspec.models.files.stored import ParamRead, param_reads
-from jspec.models.files.stored_tensors import stored_tensors
+from jspec.models.files.stored.param_reads import ParamRead, param_reads
+from jspec.models.files.stored.tensors import stored_tensors
 from jspec.models.files.tensor_files import HostArray, open_tensors, write_checkpoint
 from jspec.models.layer_params import dense_params, expert_params
 from jspec.models.params import ParamSpec, ParamTable

@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jspec.models.decoder_params import mixer_params
-from jspec.models.files.stored_tensors import value_at
+from jspec.models.files.stored.tensors import value_at
 from jspec.models.params import Init
 from jspec.models.placement import init_params, nested
 from jspec.pallas_kernels.delta_rule import reference

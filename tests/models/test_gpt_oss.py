@@ -23,9 +23,9 @@ from jspec.errors import CheckpointError, ConfigError
 from jspec.models.families.gpt_oss import expert_params
 from jspec.models.files.checkpoint import load_model_spec, load_target, save_target
 from jspec.models.files.mxfp4 import E2M1
-from jspec.models.files.stored import on_host, param_reads
-from jspec.models.files.stored_names import check_names
-from jspec.models.files.stored_tensors import stored_tensors
+from jspec.models.files.stored.layouts import check_names
+from jspec.models.files.stored.param_reads import on_host, param_reads
+from jspec.models.files.stored.tensors import stored_tensors
 from jspec.models.files.tensor_files import open_tensors
 from jspec.models.layer import Params
 from jspec.models.params import with_formats

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
 from jspec.errors import CheckpointError, ConfigError
-from jspec.models.files.stored import on_host, param_reads, read_param
-from jspec.models.files.stored_names import check_names
-from jspec.models.files.stored_tensors import stored_tensors
+from jspec.models.files.stored.layouts import check_names
+from jspec.models.files.stored.param_reads import on_host, param_reads, read_param
+from jspec.models.files.stored.tensors import stored_tensors
 from jspec.models.files.tensor_files import StoredFile, open_tensors
 from jspec.models.layer_params import attention_params, expert_params
 from jspec.models.params import Form, ParamSpec, ParamTable, Part, shard_columns

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jspec.models.files.stored_tensors import value_at
+from jspec.models.files.stored.tensors import value_at
 from jspec.models.layer import Params
 from jspec.models.params import Init
 from jspec.models.placement import init_params, nested

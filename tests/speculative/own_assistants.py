@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from jspec.models.files.stored_tensors import value_at
+from jspec.models.files.stored.tensors import value_at
 from jspec.models.heads.assistant import assistant_params
 from jspec.models.layer import Params
 from jspec.models.placement import init_params

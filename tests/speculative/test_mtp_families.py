@@ -28,7 +28,7 @@ from jspec.layers.linear import Shard
 from jspec.messages.request import Request
 from jspec.models.decoder import Decoder
 from jspec.models.files.checkpoint import load_model_spec, load_target, save_target
-from jspec.models.files.stored_tensors import stored_tensors
+from jspec.models.files.stored.tensors import stored_tensors
 from jspec.models.heads.feature_head import FeatureHead
 from jspec.models.heads.head_params import head_params
 from jspec.models.placement import init_params

@@ -21,7 +21,7 @@ from jspec.device.mxfp4 import MXFP4Weight
 from jspec.device.noise import mix32
 from jspec.device.parallel import Parallel
 from jspec.device.weights import Weight
-from jspec.models.files.stored_tensors import value_at
+from jspec.models.files.stored.tensors import value_at
 from jspec.models.params import Init, ParamSpec
 from jspec.models.placement import Tables, abstract_params, nested, place_of
 

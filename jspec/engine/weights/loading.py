@@ -34,7 +34,7 @@ from jspec.layers.linear import Shard
 from jspec.models.decoder import Decoder
 from jspec.models.files.checkpoint import check_target, load_model_spec, load_target, warn_of_ends
 from jspec.models.files.kv_scales import cached_dtype
-from jspec.models.files.stored import on_host
+from jspec.models.files.stored.param_reads import on_host
 from jspec.models.layer import Params
 from jspec.models.params import ParamSpec, ParamTable
 from jspec.models.placement import Tables, param_places

@@ -13,7 +13,7 @@ from pathlib import Path
 from jspec.errors import ConfigError
 from jspec.models.files.fp8 import METHODS, STATIC, declared_forms, quantization_method, unscaled
 from jspec.models.files.fp8_weights import StoredFP8, forms_in, stored_fp8
-from jspec.models.files.stored_names import chosen_layout, stored_formats
+from jspec.models.files.stored.layouts import chosen_layout, stored_formats
 from jspec.models.files.tensor_files import open_tensors
 from jspec.models.params import ParamPath, ParamSpec, ParamTable, Part
 from jspec.pallas_kernels.formats import resident_format

@@ -43,7 +43,7 @@ from jspec.models.files.checkpoint import (
     load_target,
 )
 from jspec.models.files.published import changed_reads, layouts_by_name
-from jspec.models.files.stored import ParamRead
+from jspec.models.files.stored.param_reads import ParamRead
 from jspec.models.params import ParamPath, ParamSpec
 from jspec.spec.weight_format import num_bytes
 from jspec.speculative.drafters.source import DraftSource

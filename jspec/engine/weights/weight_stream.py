@@ -16,7 +16,7 @@ from jspec.device import hosts
 from jspec.device.parallel import Parallel, partition_spec
 from jspec.device.weights import Weight
 from jspec.engine import interrupts
-from jspec.models.files.stored import ParamRead
+from jspec.models.files.stored.param_reads import ParamRead
 from jspec.models.files.tensor_files import HostArray, Shape
 from jspec.models.params import ParamPath, ParamSpec
 from jspec.models.placement import place_of

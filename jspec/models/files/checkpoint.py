@@ -18,9 +18,9 @@ from jspec.messages.request import SamplingParams
 from jspec.models.family import eos_ids
 from jspec.models.files.fp8 import coded_bytes, open_tensors
 from jspec.models.files.kv_scales import is_kv_scale
-from jspec.models.files.stored import Place, on_host, param_reads
-from jspec.models.files.stored_names import check_names, chosen_layout, packed_bytes
-from jspec.models.files.stored_tensors import stored_tensors
+from jspec.models.files.stored.layouts import check_names, chosen_layout, packed_bytes
+from jspec.models.files.stored.param_reads import Place, on_host, param_reads
+from jspec.models.files.stored.tensors import stored_tensors
 from jspec.models.files.tensor_files import Tensors, write_checkpoint
 from jspec.models.params import ParamTable, with_expert_map, with_formats
 from jspec.models.placement import nested

@@ -19,7 +19,7 @@ from jspec.models.files.array_tensors import DTYPES, LazyFile, LazyHeader, LazyT
 from jspec.models.files.checkpoint import load_model_spec
 from jspec.models.files.fp8 import quantization_method
 from jspec.models.files.fp8_weights import stored_fp8
-from jspec.models.files.stored_names import chosen_layout
+from jspec.models.files.stored.layouts import chosen_layout
 from jspec.models.files.tensor_files import FP8, HostArray, Tensors
 from jspec.models.registry import table_of
 from jspec.spec import weight_format

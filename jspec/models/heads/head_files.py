@@ -19,9 +19,9 @@ from jspec.files.json_files import Fields
 from jspec.models.family import read_attention, read_decoder, read_dense
 from jspec.models.files.checkpoint import is_inv_freq
 from jspec.models.files.kv_scales import is_kv_scale
-from jspec.models.files.stored import ParamRead, Place, param_reads
-from jspec.models.files.stored_names import check_names
-from jspec.models.files.stored_tensors import value_at
+from jspec.models.files.stored.layouts import check_names
+from jspec.models.files.stored.param_reads import ParamRead, Place, param_reads
+from jspec.models.files.stored.tensors import value_at
 from jspec.models.files.tensor_files import HostArray, Shape, Tensors, has_tensors, open_tensors
 from jspec.models.heads.head_params import DRAFT_IDS, EMBED, HEAD, draft_ids
 from jspec.models.params import Form, ParamPath, ParamSpec, ParamTable, Part, with_formats

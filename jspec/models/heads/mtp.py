@@ -18,9 +18,9 @@ from jspec.models.family import Family, MtpFamily
 from jspec.models.files.checkpoint import is_inv_freq
 from jspec.models.files.fp8 import open_tensors
 from jspec.models.files.kv_scales import is_kv_scale
-from jspec.models.files.stored import Place, on_host
-from jspec.models.files.stored_names import check_names
-from jspec.models.files.stored_tensors import stored_tensors
+from jspec.models.files.stored.layouts import check_names
+from jspec.models.files.stored.param_reads import Place, on_host
+from jspec.models.files.stored.tensors import stored_tensors
 from jspec.models.files.tensor_files import HostArray, Tensors, write_checkpoint
 from jspec.models.heads.head_files import Params, read_head, refuse_unknown
 from jspec.models.heads.head_params import EMBED, HEAD, HeadNames, head_params

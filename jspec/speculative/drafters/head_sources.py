@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 from jspec.config.drafting import Algorithm
 from jspec.errors import ConfigError
 from jspec.layers.linear import Shard
-from jspec.models.files.stored import Place
+from jspec.models.files.stored.param_reads import Place
 from jspec.models.files.tensor_files import HostArray
 from jspec.models.heads.block_config import load_block_config
 from jspec.models.heads.block_head import BlockHead

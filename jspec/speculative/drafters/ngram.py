@@ -20,7 +20,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jspec.config.drafting import Algorithm
 from jspec.config.limits import SpeculativeConfig
 from jspec.device.pytree import pytree
-from jspec.models.files.stored import Place
+from jspec.models.files.stored.param_reads import Place
 from jspec.models.params import ParamTable
 from jspec.spec.cache_groups import CacheGroup
 from jspec.speculative.drafter import (

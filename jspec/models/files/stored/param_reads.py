@@ -18,7 +18,7 @@ from jspec.device.weights import Weight, weight_of
 from jspec.errors import CheckpointError
 from jspec.models.files import mxfp4
 from jspec.models.files.fp8_weights import StoredFP8, forms_in, read_codes, stored_fp8
-from jspec.models.files.stored_names import chosen_layout
+from jspec.models.files.stored.layouts import chosen_layout
 from jspec.models.files.tensor_files import BLOCK_BYTES, HostArray, Tensors, transpose_into
 from jspec.models.params import Form, Init, ParamPath, ParamSpec, ParamTable, Part, shard_columns
 from jspec.spec.weight_format import FP8, Dense, num_bytes
