@@ -174,7 +174,7 @@ def moe_of_sum(
         if fused is not None:
             x, normed, mixed = fused
             if mixed.has_shared and spec.shared_gate:
-                weights = mixed.weights.at[:, -1].set(_share(params, normed))
+                weights = mixed.weights.at[:, -1].set(_share(params, normed), mode="drop")
                 mixed = replace(mixed, weights=weights)
             elif spec.shared is not None and not mixed.has_shared:
                 shared = _shared_output(params, normed, spec=spec, shard=shard, ops=ops)
