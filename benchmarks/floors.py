@@ -20,7 +20,8 @@ from jspec.models.decoder import Decoder
 from jspec.models.params import Init, ParamSpec, ParamTable, with_formats
 from jspec.models.registry import table_of
 from jspec.spec.cache_groups import CacheGroup
-from jspec.spec.model_spec import ModelSpec, MoESpec
+from jspec.spec.layers.feed_forward import MoESpec
+from jspec.spec.model_spec import ModelSpec
 from jspec.spec.weight_format import Formats, itemsize, num_bytes
 from jspec.speculative.drafter import Drafter
 from jspec.speculative.drafters.block import BlockDrafter

@@ -49,7 +49,7 @@ from jspec.messages.step_options import PLAIN
 from jspec.models.params import Init, ParamTable
 from jspec.spec.cache_entry import CacheLayout, Unit, bytes_per_unit
 from jspec.spec.cache_groups import CacheGroup
-from jspec.spec.model_spec import MoESpec
+from jspec.spec.layers.feed_forward import MoESpec
 from jspec.spec.weight_format import itemsize, num_bytes
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -16,7 +16,8 @@ from jspec.pallas_kernels.attention.api import AttentionCall, AttentionMetadata
 from jspec.pallas_kernels.ops import Ops
 from jspec.pallas_kernels.shapes import ModelShape
 from jspec.spec.cache_entry import CacheLayout
-from jspec.spec.model_spec import DeltaNetSpec, LatentAttentionSpec
+from jspec.spec.layers.attention import LatentAttentionSpec
+from jspec.spec.layers.delta_net import DeltaNetSpec
 
 PATH, FANOUT = 4, 4  # the most accepted tokens, and the children of a tree's node
 STATE_BYTES = 4

@@ -30,7 +30,9 @@ from jspec.pallas_kernels.ops_gpu import GpuOps
 from jspec.pallas_kernels.shapes import MODELS as REAL_MODELS
 from jspec.pallas_kernels.shapes import ModelShape
 from jspec.spec.cache_entry import FP8 as FP8_CACHE
-from jspec.spec.model_spec import AttentionSpec, DeltaNetSpec, DenseSpec, Gate, MoESpec
+from jspec.spec.layers.attention import AttentionSpec
+from jspec.spec.layers.delta_net import DeltaNetSpec
+from jspec.spec.layers.feed_forward import DenseSpec, Gate, MoESpec
 from jspec.spec.weight_format import FP8, Dense, num_bytes
 from jspec.spec.weight_format import Op as Product
 from jspec.speculative.tree import LOWEST

@@ -30,7 +30,7 @@ from jspec.pallas_kernels.kv_write.gpu import rotate_and_write
 from jspec.pallas_kernels.kv_write.reference import rotate_and_split
 from jspec.pallas_kernels.ops_gpu import GpuOps
 from jspec.spec import indexing
-from jspec.spec.model_spec import AttentionSpec
+from jspec.spec.layers.attention import AttentionSpec
 from jspec.speculative.drafter import StepBatch, emitted_by
 from jspec.speculative.step import StepProgram
 from jspec.speculative.tree import ancestors, pack_bits

@@ -24,13 +24,8 @@ from jspec.models.registry import family_named
 from jspec.pallas_kernels import shapes
 from jspec.pallas_kernels.shapes import LLAMA_3_1_8B, LLAMA_3_1_70B, LLAMA_3_2_1B, ModelShape
 from jspec.spec.head_spec import HeadSpec, default_aux_layer_ids, eagle1_spec, eagle3_spec
-from jspec.spec.model_spec import (
-    DenseSpec,
-    LayerSpec,
-    ModelSpec,
-    MoESpec,
-    uniform_decoder,
-)
+from jspec.spec.layers.feed_forward import DenseSpec, MoESpec
+from jspec.spec.model_spec import LayerSpec, ModelSpec, uniform_decoder
 from jspec.spec.rope import RopeConfig
 from jspec.spec.weight_format import Formats
 

@@ -14,17 +14,8 @@ import pytest
 
 from benchmarks import peers
 from benchmarks.floors import experts_touched, read_bytes
-from benchmarks.h200_table import (
-    Options,
-    Record,
-    run_mode,
-    target_floor_ms,
-)
-from benchmarks.step_parts import (
-    ATTENTION_AND_WRITES,
-    floors_ms,
-    parts,
-)
+from benchmarks.h200_table import Options, Record, run_mode, target_floor_ms
+from benchmarks.step_parts import ATTENTION_AND_WRITES, floors_ms, parts
 from benchmarks.step_profile import prepare, step_of
 from benchmarks.step_timing import on_mesh
 from benchmarks.workloads import MODES, WORKLOADS, Workload
@@ -34,7 +25,7 @@ from jspec.models.files.checkpoint import load_model_spec
 from jspec.models.heads.eagle3_config import load_eagle3_config
 from jspec.models.registry import table_of
 from jspec.pallas_kernels.shapes import MODELS
-from jspec.spec.model_spec import MoESpec
+from jspec.spec.layers.feed_forward import MoESpec
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY = replace(WORKLOADS["tiny"], batches=(1,), prefills=((1, 8),))

@@ -125,8 +125,8 @@ FAULTS = {
         "models layers spec",
     ),
     "tied weight not turned": Fault(
-        "models/files/stored.py",
-        "turned = columns if part.form is Form.AS_HELD else np.swapaxes(columns, -1, -2)",
+        "models/files/stored/tensors.py",
+        "turned = columns if part.form is Form.AS_IS else np.swapaxes(columns, -1, -2)",
         "turned = columns",
         "models/test_stored.py",
     ),

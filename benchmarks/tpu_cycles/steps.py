@@ -34,7 +34,7 @@ from benchmarks.tpu_cycles.kernels import MIXED, MIXED_CONTEXTS, ROWS
 from benchmarks.tpu_cycles.step_time import KernelTime, StepTime
 from benchmarks.tpu_programs import ROOT, SHAPES, SLICES, Job
 from jspec.pallas_kernels.bundles import OPS
-from jspec.spec.model_spec import MoESpec
+from jspec.spec.layers.feed_forward import MoESpec
 from jspec.speculative.drafter import NoDrafter
 from tests.engine import step_compile
 from tests.engine.compiled_text import Instruction

@@ -1,8 +1,6 @@
-"""Table of all `jspec serve` flags: SGLang's names, and jspec's treatment of each.
-
-A flag is implemented (a field of EngineArgs or ServerArgs), or declared here: accepted with a
-warning but no effect, or refused with the reason unless its value is neutral.
-"""
+"""Table of all `jspec serve` flags: SGLang's names, and jspec's treatment of each: implemented (a
+field of EngineArgs or ServerArgs), or declared here as without effect or refused with the
+reason."""
 
 from __future__ import annotations
 

@@ -47,10 +47,8 @@ def add_flags(
     also: Sequence[str] = (),  # arguments of other groups, listed under Answers
     unlisted: Sequence[str] = (),  # arguments that the command refuses
 ) -> None:
-    """Add `--config` and the flags of `groups`, after the command's own flags.
-
-    The help lists only implemented flags, and its usage only the command's own.
-    """
+    """Add `--config` and the flags of `groups`, after the command's own flags. The help lists only
+    implemented flags, and its usage only the command's own."""
     parser.add_argument("--config", metavar="FILE.toml", help="Read arguments from a file")
     own_usage = parser.format_usage().removeprefix("usage: ").rstrip()
     parser.usage = f"{own_usage} [flags listed below]".replace("%", "%%")

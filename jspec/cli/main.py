@@ -1,8 +1,5 @@
-"""The command line: `jspec serve`, `generate`, `chat`, `batch`, `bench` and the others.
-
-Errors become one line and an exit status: 2 for wrong usage, 1 for a failure, 130 after Ctrl-C.
-Engine and server load only when a command needs them.
-"""
+"""The command line: `jspec serve`, `generate`, `chat`, `batch`, `bench` and the others. Errors
+become one line and an exit status: 2 for wrong usage, 1 for a failure, 130 after Ctrl-C."""
 
 from __future__ import annotations
 

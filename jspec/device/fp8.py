@@ -1,7 +1,7 @@
-"""Weights in fp8 (e4m3) with float32 scales: a scale per output channel, or per 128 x 128 block.
+"""Weights in fp8 (e4m3) times float32 scales, per output channel or per 128 x 128 block.
 
-A value is its code times its scale. On a device the codes are stored column-major, [out, in] in
-memory, because matrix units for fp8 read both operands along the inputs: `codes.T` is free.
+On a device the codes are column-major, [out, in] in memory, as matrix units read them: `codes.T` is
+free.
 """
 
 from __future__ import annotations

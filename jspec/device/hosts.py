@@ -43,11 +43,8 @@ def own_shards(mesh: Mesh) -> range | None:
 
 
 def put(tree: Any, places: Any) -> Any:
-    """Put arrays of this process at `places`: shardings or Formats, a prefix of their tree.
-
-    Every host must pass the same values. Nothing is sent: unlike `jax.device_put`, which compares
-    the values of all hosts, this may run while steps do.
-    """
+    """Put arrays of this process at `places`: shardings or Formats, a prefix of their tree. Every
+    host must pass the same values; unlike by `jax.device_put`, nothing is sent to compare them."""
     if all(_sharding(place).is_fully_addressable for place in jax.tree.leaves(places)):
         return jax.device_put(tree, places)
 

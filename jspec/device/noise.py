@@ -1,9 +1,8 @@
 """Gumbel noise g(seed, position, token id) from a counter-based hash.
 
-Sampling is `argmax_v(logits(v) + T * g(s, p, v))` (the Gumbel-max trick). Every program that
-chooses the token at position p of a request with seed s uses the same g, so the text is a function
-of (model, prompt, seed). Seed, position and token id each pass through MurmurHash3's 32-bit
-finaliser (Appleby, public domain).
+Sampling is `argmax_v(logits(v) + T * g(s, p, v))` (the Gumbel-max trick), by every program that
+chooses the token at position p of a request with seed s, so the text is a function of (model,
+prompt, seed). All three pass through MurmurHash3's 32-bit finaliser (Appleby, public domain).
 """
 
 from __future__ import annotations
@@ -26,11 +25,8 @@ def mix32(x: jax.Array) -> jax.Array:
 def position_key(
     seed: UInt32[Array, "*b 2"], position: Int[Array, "*b"]
 ) -> tuple[UInt32[Array, "*b"], UInt32[Array, "*b"]]:
-    """Return the 64 key bits of (seed, position); seed is (high word, low word).
-
-    Given the position, low -> h0 -> k0 and high -> h1 -> k1 can be inverted, so no two seeds share
-    a key; likewise no two positions of one seed.
-    """
+    """Return the 64 key bits of (seed, position); seed is (high word, low word). Given the
+    position, low -> h0 -> k0 and high -> h1 -> k1 can be inverted: no two seeds share a key."""
     return key_of_words(seed[..., 0], seed[..., 1], position)
 
 
@@ -52,10 +48,8 @@ def noise_bits(
 
 
 def gumbel_from_bits(bits: UInt32[Array, "*b"]) -> Float[Array, "*b"]:
-    """Map 32 uniform bits to a finite standard Gumbel in float32, accurate down to odds of 1e-8.
-
-    u = (bits + 1/2) / 2**32 is precise near 0, where the Gumbel is large: the tail of rare tokens.
-    """
+    """Map 32 uniform bits to a finite standard Gumbel in float32, accurate down to odds of 1e-8: u
+    = (bits + 1/2) / 2**32 is precise near 0, where the Gumbel is large."""
     u = (bits.astype(jnp.float32) + 0.5) * jnp.float32(2.0**-32)
     u = jnp.minimum(u, jnp.float32(1.0 - 2.0**-24))
     return -jnp.log(-jnp.log1p(-u))

@@ -1,8 +1,5 @@
-"""`@pytree`: a frozen, keyword-only dataclass that jax passes through jit as data.
-
-Compile-time settings are arguments of the compiled function, not fields, except for the memory
-layout of the other fields: `static()`.
-"""
+"""`@pytree`: a frozen, keyword-only dataclass that jax passes through jit as data. `static()` is
+for the memory layout of the other fields alone; other settings are arguments."""
 
 from __future__ import annotations
 

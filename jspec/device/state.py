@@ -1,8 +1,8 @@
 """Device state between two steps: immutable pytrees, donated from step to step.
 
-Slot 0 of every array by slot is the dummy slot, which padding rows read and write, and page 0 of
-every pool is the dummy page. No result depends on their contents. Every array begins with slots or
-pages, which are sharded over data ranks; a step sees those of its own rank.
+Slot 0 and page 0 of every array are dummies, which padding reads and writes; no result depends on
+their contents. Arrays begin with slots or pages, sharded over data ranks; a step sees its own
+rank's.
 """
 
 from __future__ import annotations

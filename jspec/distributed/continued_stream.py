@@ -30,7 +30,7 @@ from jspec.messages.request import (
     SpecCounters,
     StreamChunk,
 )
-from jspec.serving.readers import SLOW_READER
+from jspec.serving.streams.readers import SLOW_READER
 
 LOGGER = logging.getLogger("jspec.distributed")
 # Losses in a row, with fewer tokens between them, after which the request may be their cause. The

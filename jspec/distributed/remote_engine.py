@@ -25,10 +25,10 @@ from jspec.messages.adapter import Adapter, no_adapter
 from jspec.messages.request import Request, SamplingParams, SpecCounters
 from jspec.scheduler.scheduler import ABORTED
 from jspec.scheduler.stats import SchedulerStats
-from jspec.serving.chunk_stream import ChunkStream
 from jspec.serving.engine import Engine
 from jspec.serving.generation import Generation
 from jspec.serving.loop_thread import LoopThread
+from jspec.serving.streams.chunk_stream import ChunkStream
 from jspec.serving.submission import Preparation
 
 WINDOWS = frozenset({"num_free_window_pages", "num_cached_window_pages"})

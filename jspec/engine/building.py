@@ -49,10 +49,9 @@ def build_runner(
 ) -> tuple[DeviceRunner, ResolvedConfig, ServedWeights]:
     """Return a runner with its resolved config and its weights.
 
-    Loads weights, sizes the pools and compiles the programs needed at the start; the others are
-    built later. load: replaces `load_models` for drafters without a registry entry. Raises
-    ConfigError and CheckpointError with cleared frames, because a kept error must not keep weights,
-    state or programs alive.
+    Loads weights, sizes the pools and compiles the programs needed at the start. load: replaces
+    `load_models` for drafters without a registry entry. Raises ConfigError and CheckpointError with
+    cleared frames: a kept error must not keep weights, state or programs alive.
     """
     try:
         return _build_runner(args, progress=progress, load=load)
@@ -164,9 +163,8 @@ def _devices(args: EngineArgs) -> list[jax.Device]:
 def _open_store(named: str | None) -> ProgramStore | None:
     """Open the directory of compiled programs, for jax's cache and ours; None for "".
 
-    A bucket has a local directory, and our programs are stored in both. Raises ConfigError if a
-    named directory is unusable. If the default one is unusable, or other users may write to either,
-    nothing is read or kept, with a warning.
+    Raises ConfigError for an unusable named directory; an unusable or shared default is ignored
+    with a warning.
     """
     if named == "":
         return None

@@ -34,11 +34,8 @@ class ExpertTotals:
 
 
 class ExpertRecord:
-    """Counts from the last start to the last stop, or of everything if there was none.
-
-    read: returns i64[L, X] since the runner was made, after the step that runs. It raises
-    RequestError for an engine that does not count.
-    """
+    """Counts from the last start to the last stop, or of everything if there was none. read:
+    returns i64[L, X] since the runner was made; RequestError for an engine that does not count."""
 
     def __init__(
         self, read: Callable[[], np.ndarray], *, expert_map: ExpertMap, num_devices: int

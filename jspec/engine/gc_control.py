@@ -1,9 +1,5 @@
-"""Settings of Python's garbage collector.
-
-jax, its programs and a model's bookkeeping are a quarter of a million objects. A full collection
-visits them all while it holds the GIL, so that no step is planned and no token is sent; young
-collections run every few steps of a full batch.
-"""
+"""Settings of Python's garbage collector. A full collection visits a quarter of a million objects
+while it holds the GIL, so that no step is planned and no token is sent."""
 
 from __future__ import annotations
 
@@ -21,10 +17,8 @@ def collect_seldom() -> None:
 
 
 def freeze_heap() -> None:
-    """Freeze all objects of a process that is about to serve, and make collections rare.
-
-    This takes as long as one full collection. Frozen cycles are never freed.
-    """
+    """Freeze all objects of a process that is about to serve, and make collections rare. Takes as
+    long as one full collection."""
     gc.collect()
     gc.freeze()
     collect_seldom()

@@ -1,10 +1,9 @@
 """Ctrl-C handling while an engine starts, so that no interrupt is lost.
 
-Python raises KeyboardInterrupt wherever the main thread is. Inside a garbage collector callback, a
-weak reference callback or `__del__` the exception is only printed, and the start continues. So the
-handler also records the interrupt, and the start checks for it between its stages. During an import
-it only records, because an exception during a native module's initialization can crash the process
-(jaxlib's does).
+Inside a garbage collector or weak reference callback or `__del__`, Python only prints a
+KeyboardInterrupt. So the handler also records it, and the start checks for it between its stages.
+During an import it only records, because an exception in a native module's initialization can crash
+the process (jaxlib's does).
 """
 
 from __future__ import annotations
@@ -65,11 +64,8 @@ def _is_importing(frame: FrameType | None) -> bool:
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Raise KeyboardInterrupt for a Ctrl-C from `check`, or at the end of the block.
-
-    It has no effect off the main thread, or if the process has its own SIGINT handler. It may be
-    nested.
-    """
+    """Raise KeyboardInterrupt for a Ctrl-C from `check`, or at the end of the block. It may be
+    nested, and has no effect off the main thread or with the process's own SIGINT handler."""
     is_main = threading.current_thread() is threading.main_thread()
     if is_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         with InterruptGuard().installed():

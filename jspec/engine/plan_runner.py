@@ -1,7 +1,5 @@
-"""The device-independent half of a runner: one packed array per program and output.
-
-Both have a leading axis of data ranks.
-"""
+"""The device-independent half of a runner: one packed array per program and output, both with a
+leading axis of data ranks."""
 
 from __future__ import annotations
 
@@ -39,8 +37,7 @@ def programs_for(
     """Return the ready program of each run of a plan, as large as its largest part needs.
 
     The last runs choose first: a program whose output is taken by another one gets its size and
-    options. If rows share prefixes, prefer the variant that reads them once, if it is ready in that
-    size.
+    options. Of equal sizes, rows that share prefixes prefer the variant that reads them once.
     """
     keys: list[ProgramKey] = []
     takers: dict[StepKind, ProgramKey] = {}
@@ -180,10 +177,8 @@ class PlanRunner(ABC):
 
     @abstractmethod
     def expert_counts(self) -> np.ndarray:
-        """Return i64[L, X], the tokens of each expert since the start. Thread-safe.
-
-        Raises RequestError for an engine that does not count them.
-        """
+        """Return i64[L, X], the tokens of each expert since the start. Thread-safe. Raises
+        RequestError for an engine that does not count them."""
 
     @abstractmethod
     def restart(self) -> None:
@@ -217,11 +212,8 @@ class PlanRunner(ABC):
         """Raise EngineClosedError after close()."""
 
     def dispatch(self, plan: StepPlan) -> Dispatched:
-        """Enqueue one step. It waits only if a program needs an earlier output on the host.
-
-        The programs may be larger than the plan, or have more options. Raises InvariantError if no
-        ready program fits, EngineClosedError after close().
-        """
+        """Enqueue one step. It waits only if a program needs an earlier output on the host. Raises
+        InvariantError if no ready program fits, EngineClosedError after close()."""
         self._check_open()
         programs = self._programs
         plans = plans_by_rank(plan, self._limits.pool)

@@ -13,10 +13,8 @@ from jspec.messages.plan import RowRef, StepPlan
 
 
 def plans_by_rank(plan: StepPlan, pool: PoolLimits) -> tuple[StepPlan, ...]:
-    """Return the part of each rank, whose slots count from its dummy slot, which is 0.
-
-    All parts have the same runs and options; a rank without rows gets a part without rows.
-    """
+    """Return the part of each rank, whose slots count from its dummy slot, which is 0. All parts
+    have the same runs and options; that of a rank without rows is empty."""
     if pool.num_ranks == 1:
         return (plan,)
     slots = [row.slot for row in plan.row_refs]

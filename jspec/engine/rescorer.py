@@ -93,11 +93,8 @@ class Rescorer:
         first_chunk: int | None = None,  # tokens of the first call, which shifts all chunks
         features: bool = False,
     ) -> Rescored:
-        """Score prompt and output of a request.
-
-        Raises RequestError for a text that is too long or has no output, and for a grammar, whose
-        masks are unknown here.
-        """
+        """Score prompt and output of a request. Raises RequestError for a text that is too long or
+        has no output, and for a grammar, whose masks are unknown here."""
         grammar = request.sampling.grammar
         if grammar is not None or request.sampling.max_thinking_tokens is not None:
             kind = "budget of reasoning" if grammar is None else grammar.kind.value

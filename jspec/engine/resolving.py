@@ -1,8 +1,5 @@
-"""Resolves EngineArgs, checkpoint facts and device facts, all as data, into a ResolvedConfig.
-
-Later code never checks whether an argument was given or which platform it runs on. Only the pool
-size is determined later, by the memory that the weights leave (`memory.size_pool`).
-"""
+"""Resolves EngineArgs, checkpoint facts and device facts, all as data, into a ResolvedConfig: later
+code never checks whether an argument was given. Only the pool size follows (`size_pool`)."""
 
 from __future__ import annotations
 
@@ -23,7 +20,8 @@ from jspec.pallas_kernels.bundles import OPS, choose_ops
 from jspec.pallas_kernels.ops import Ops
 from jspec.spec import indexing
 from jspec.spec.cache_entry import FP8
-from jspec.spec.model_spec import AttentionSpec, ModelSpec
+from jspec.spec.layers.attention import AttentionSpec
+from jspec.spec.model_spec import ModelSpec
 
 LARGE_GPU_BYTES = 48 * 10**9  # memory that jax may use
 # Clients send a whole benchmark or batch at once, and a waiting request costs only its ids.

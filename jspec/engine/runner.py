@@ -1,8 +1,5 @@
-"""The owner of device state, which runs compiled steps of plans and returns results in order.
-
-`dispatch` only enqueues; `collect` waits for a step. Each step consumes the state (donated) and its
-output replaces it.
-"""
+"""The owner of device state: `dispatch` enqueues compiled steps of plans, `collect` returns results
+in order. Each step consumes the state (donated) and its output replaces it."""
 
 from __future__ import annotations
 
@@ -141,10 +138,8 @@ class DeviceRunner(PlanRunner):
         return self._num_programs if self._growth is None else self._growth.num_wanted
 
     def add(self, key: ProgramKey, executable: Any) -> None:
-        """Make a program ready. Thread-safe; after close() the program is dropped.
-
-        If shapes are adaptive, a decode is timed first, while steps wait.
-        """
+        """Make a program ready. Thread-safe; after close() the program is dropped. If shapes are
+        adaptive, a decode is timed first, while steps wait."""
         with self._owning:
             if self._state is not None:
                 seconds = self._step_seconds(key, executable)
@@ -220,9 +215,7 @@ class DeviceRunner(PlanRunner):
 
     def enqueue(self, key: ProgramKey, operands: tuple[Any, ...], *, is_read: bool) -> Any:
         """Start one program, and the copy of its output to the host if it will be read there.
-
-        operands: host arrays [data, ...], and outputs of earlier programs.
-        """
+        operands: host arrays [data, ...], and outputs of earlier programs."""
         with self._owning:
             output = self._run(self._programs.executables[key], operands)
         if is_read:
@@ -259,11 +252,8 @@ class DeviceRunner(PlanRunner):
         _ = self.state
 
     def restart(self) -> None:
-        """Zero the state; weights and programs stay. Steps in flight are lost.
-
-        Raises device errors, after some of which this process cannot use the devices, and
-        EngineClosedError for a runner that was not built by `create`.
-        """
+        """Zero the state; weights and programs stay. Steps in flight are lost. Raises device
+        errors, and EngineClosedError for a runner that was not built by `create`."""
         if self._make_state is None:
             raise EngineClosedError("this runner cannot be restarted")
         with self._owning:
@@ -276,10 +266,7 @@ class DeviceRunner(PlanRunner):
         """Do nothing, since a restart only zeroes the pools."""
 
     def close(self) -> None:
-        """Release programs, state and params, and end background builds. Idempotent.
-
-        Later references to the runner, as in a traceback, then keep no device memory alive.
-        """
+        """Release programs, state and params, and end background builds. Idempotent."""
         self.stop_growing()
         with self._owning:
             self._programs = ReadyPrograms({})

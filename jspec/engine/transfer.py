@@ -22,10 +22,8 @@ class Packer:
     def pack(
         self, plans: Sequence[StepPlan], at: int, key: ProgramKey, read: np.ndarray | None = None
     ) -> np.ndarray:
-        """Pack run `at` of each data rank's plan for `key`, i32[ranks, layout size].
-
-        read: the output that its kind reads, [ranks, ...].
-        """
+        """Pack run `at` of each data rank's plan for `key`, i32[ranks, layout size]. read: the
+        output that its kind reads, [ranks, ...]."""
         packed, blank = self._blank.get(key) or self._add(key)
         flat = blank.copy()
         for rank, plan in enumerate(plans):
@@ -68,9 +66,9 @@ def unpack_result(
 ) -> StepResult:
     """Unpack the output of a step for the scheduler, without padding rows.
 
-    output: i32[ranks, rounds * bucket, columns], the batch's rows once per round. In a prefill with
-    log-probabilities or hidden states, one entry per packed token follows. options: those of the
-    program that ran. Raises ValueError for another number of columns.
+    output: i32[ranks, rounds * bucket, columns], the batch's rows once per round, then with
+    prompts' log-probabilities or hidden states each packed token. options: of the program that ran.
+    Raises ValueError for another number of columns.
     """
     words = 0 if limits.programs.hidden is None else limits.programs.hidden.words
     max_emitted = 1 if plan.is_prefill else plan.shape.max_emitted
@@ -109,10 +107,8 @@ def unpack_result(
 
 
 def _joined(ranks: np.ndarray, counts: Sequence[int]) -> np.ndarray:
-    """Join the first counts[r] entries of each rank, in the order of the plan's rows.
-
-    ranks: [ranks, rounds, entries, columns]. Returns [rounds, sum of counts, columns].
-    """
+    """Join the first counts[r] entries of each rank, in the order of the plan's rows: [ranks,
+    rounds, entries, columns] to [rounds, sum of counts, columns]."""
     parts = [own[:, :count] for own, count in zip(ranks, counts, strict=True)]
     return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
 

@@ -1,8 +1,7 @@
 """Grouped-query attention around an `attend` function: the projections, without a cache.
 
 The caller passes `attend(heads, rotation, sinks) -> out`: dense causal attention in training, paged
-attention in serving. `attend` applies the head norms and RoPE, so that a kernel can fuse them with
-the write of K and V.
+attention in serving. It applies head norms and RoPE, so that a kernel can fuse them with the write.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from jspec.pallas_kernels.fp8_product.api import Activations, rearranged, values
 from jspec.pallas_kernels.kv_write.api import HeadNorms, Rotation
 from jspec.pallas_kernels.kv_write.reference import rotate_and_split
 from jspec.pallas_kernels.ops import Ops
-from jspec.spec.model_spec import AttentionSpec
+from jspec.spec.layers.attention import AttentionSpec
 
 # (heads[*b, H + 2G, D], rotation, sinks[H] or None) -> out[*b, H, D], which may be Scaled
 Attend = Callable[[jax.Array, Rotation, jax.Array | None], Any]
@@ -42,8 +41,7 @@ def attention(
 ) -> Float[Array, "*r E"]:
     """Run the projections of one layer around `attend`. spec counts the heads of all shards.
 
-    kept: the tokens of x [T, I] whose output is needed; None: all. `attend` gets K and V of all
-        tokens either way
+    kept: the tokens of x [T, I] whose output is needed; `attend` gets K and V of all
     params: qkv has, per shard, the columns of q, then k, then v; q_norm and k_norm are for
         `attend`; gate (per shard the columns of its heads) gates the heads' output
     """
@@ -72,8 +70,8 @@ def project(
 ) -> tuple[Float[Array, "*b heads D"], Rotation]:
     """Return the heads of q, k and v, and the norms and RoPE that `attend` must apply.
 
-    A layer that reads another layer's cache (kv_of) has q heads alone, already normed. Norms that
-    span heads are applied here, because they need the sums of squares of all shards.
+    A kv_of layer has q heads alone, already normed. Norms that span heads are applied here: they
+    sum over all shards.
     """
     num_heads = spec.num_heads // shard.size
     heads = _heads(linear(params["qkv"], x, ops=ops), num_heads=num_heads, spec=spec)

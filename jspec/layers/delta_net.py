@@ -13,7 +13,7 @@ from jspec.layers.attention import take_kept
 from jspec.layers.linear import Shard, linear
 from jspec.layers.norm import norm
 from jspec.pallas_kernels.ops import Ops
-from jspec.spec.model_spec import DeltaNetSpec
+from jspec.spec.layers.delta_net import DeltaNetSpec
 
 # (inputs[T, C], decay f32[T, Hv], beta f32[T, Hv], convolution[W, C]) -> out f32[T, Hv, Dv]
 AttendDelta = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]

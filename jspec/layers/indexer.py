@@ -1,10 +1,6 @@
-"""The indexer of DeepSeek Sparse Attention (DSA, DeepSeek-V3.2): index queries, keys and weights.
-
-The published code multiplies scores by head_dim ** -0.5 and num_heads ** -0.5, rotates queries and
-keys by a Hadamard matrix and rounds both to FP8. The factors do not change the order of scores, and
-the rotation changes no product. Index keys are cached in the engine's dtype, so none of this is
-needed here.
-"""
+"""The indexer of DeepSeek Sparse Attention (DSA, DeepSeek-V3.2): index queries, keys and weights,
+in the engine's dtype. The published code's constant factors, Hadamard rotation and FP8 are left
+out."""
 
 from __future__ import annotations
 
@@ -19,7 +15,7 @@ from jspec.layers.rope import in_halves
 from jspec.pallas_kernels.kv_write.reference import rotate
 from jspec.pallas_kernels.latent_attention.xla import Index
 from jspec.pallas_kernels.ops import Ops
-from jspec.spec.model_spec import IndexerSpec
+from jspec.spec.layers.attention import IndexerSpec
 
 
 def index_of(
@@ -32,10 +28,8 @@ def index_of(
     spec: IndexerSpec,
     ops: Ops,
 ) -> Index:
-    """Return index queries, weights and keys of x's tokens.
-
-    low_rank: the attention's low-rank queries after their norm. cos, sin: the attention's angles.
-    """
+    """Return index queries, weights and keys of x's tokens. low_rank: the attention's low-rank
+    queries after their norm. cos, sin: the attention's angles."""
 
     def rotated(heads: Float[Array, "T H D"]) -> Float[Array, "T H D"]:
         if spec.interleaved:

@@ -1,8 +1,5 @@
-"""Multi-head latent attention (MLA, DeepSeek-V2) around an `attend` function, in absorbed form.
-
-K and V of the heads are never computed: queries are projected into the latent space before
-`attend`, and its outputs out of it (latent_attention/reference.py).
-"""
+"""Multi-head latent attention (MLA, DeepSeek-V2) around an `attend` function, in absorbed form:
+queries are projected into the latent space before `attend`, and its outputs out of it."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ from jspec.layers.norm import norm
 from jspec.layers.rope import angles_of, grown, in_halves
 from jspec.pallas_kernels.kv_write.reference import rotate
 from jspec.pallas_kernels.ops import Ops
-from jspec.spec.model_spec import LatentAttentionSpec
+from jspec.spec.layers.attention import LatentAttentionSpec
 
 # (queries[T, H, rank + rope], records[T, rank + rope]) -> out[T, H, rank or more]; with an indexer
 # also `index=Index(...)`

@@ -1,8 +1,8 @@
 """Matrix products, and the one collective that tensor parallelism needs.
 
 Inside a step's shard_map a row-parallel product ends in an all-reduce over the model's axes
-(`spec/axes.py`). An axis of None means no shard_map (training, references). GPUs with `Peers` sum
-the residual stream of a small step in a kernel, which may leave the sum to the next norm.
+(`spec/axes.py`); without axes there is no shard_map. GPUs with `Peers` sum the residual stream of a
+small step in a kernel, which may leave the sum to the next norm.
 """
 
 from __future__ import annotations
@@ -163,11 +163,8 @@ def logits_of(hidden: Float[Array, "*b E"], kernel: Float[Array, "E V"]) -> Floa
 
 
 def all_columns(shard: Shard, x: Float[Array, "*b o"]) -> Float[Array, "*b O"]:
-    """Return all columns of a column-parallel product, of which each shard has some.
-
-    The result is row-major: XLA for GPUs would make it column-major, and with it everything that is
-    read together with it. Peers exchange pairs of values in the draft's area.
-    """
+    """Return all columns of a column-parallel product, of which each shard has some, row-major.
+    Peers exchange pairs of values in the draft's area."""
     if shard.axis is None:
         return x
     is_paired = x.dtype == jnp.bfloat16 and x.shape[-1] % 2 == 0

@@ -1,8 +1,7 @@
 """Products with LoRA adapters: each token has its own adapter, or none.
 
-All adapters of a product are computed in one product with A [in, parts * width], instead of a
-gather of A and B per row, and each token keeps the columns of its own adapter. The other columns
-become exact zeros, so a token's sum does not depend on the other adapters.
+One product with A [in, parts * width] computes all adapters, and each token keeps the columns of
+its own. The others become exact zeros, so a token's sum does not depend on other adapters.
 """
 
 from __future__ import annotations
@@ -50,10 +49,8 @@ def with_adapters(
     chosen: Bool[Array, "T width"],
     kept: Int[Array, "R"] | None,
 ) -> dict[str, Any]:
-    """Return a layer's params with the adapters of each adapted product, for `linear`.
-
-    stacked: the adapters' weights by the layer's own paths. kept: as in `run_layer`.
-    """
+    """Return a layer's params with the adapters of each adapted product, for `linear`. stacked: by
+    the layer's own paths. kept: as in `run_layer`."""
     after = chosen if kept is None else jnp.take(chosen, kept, axis=0, mode="clip")
 
     def bound(own: Any, weights: Mapping[str, Any], of_product: jax.Array) -> dict[str, Any]:

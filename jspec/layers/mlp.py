@@ -25,9 +25,7 @@ def gated_mlp(
     gelu: bool = False,
 ) -> Float[Array, "*b E"]:
     """Return down(silu(gate(x)) * up(x)). gate_up has, per shard, gate columns, then up columns.
-
-    limit: clip silu(gate) from above, and up to [-limit, limit]. gelu: instead of SiLU.
-    """
+    limit: clip silu(gate) from above, and up to [-limit, limit]. gelu: instead of SiLU."""
     own = params["gate_up"]
     if gelu:
         gate, up = jnp.split(linear(own, x, ops=ops), 2, axis=-1)

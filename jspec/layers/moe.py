@@ -1,8 +1,8 @@
 """A mixture of experts (MoE): a router selects gated MLPs for every token and sums their outputs.
 
-Under tensor parallelism every shard has a part of each expert's inner columns; under expert
-parallelism it has some of the experts. In both cases all shards route all tokens alike, and one
-all-reduce adds up the outputs. Data ranks that share the experts gather their tokens first.
+Shards have a part of each expert's inner columns, or some of the experts. All route all tokens
+alike, and one all-reduce adds up the outputs. Data ranks that share the experts gather their tokens
+first.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from jspec.layers.norm import Residual, norm_of_sum
 from jspec.pallas_kernels.experts.api import biases_of
 from jspec.pallas_kernels.ops import Ops
 from jspec.spec.axes import DATA, EXPERT
-from jspec.spec.model_spec import MoESpec, Routing
+from jspec.spec.layers.feed_forward import MoESpec, Routing
 
 
 def route(
@@ -55,10 +55,8 @@ def _chosen(
 def within_groups(
     scores: Float[Array, "T X"], *, spec: MoESpec, num_best: int
 ) -> Float[Array, "T X"]:
-    """Set the scores outside of each token's best groups to -inf.
-
-    num_best: a group is ranked by the sum of its num_best highest scores (DeepSeek-V2: 1, V3: 2)
-    """
+    """Set the scores outside of each token's best groups to -inf. A group is ranked by the sum of
+    its num_best highest scores (DeepSeek-V2: 1, V3: 2)."""
     if spec.top_groups == spec.num_groups:
         return scores
     grouped = scores.reshape(-1, spec.num_groups, spec.num_experts // spec.num_groups)
@@ -92,8 +90,8 @@ def moe(
 ) -> Float[Array, "T E"]:
     """Run each token through its top_k experts, weighted, and through the shared expert if any.
 
-    params: an ExpertUse under "use" counts the experts' tokens; placed experts need it
-    routed: the router's input, if it is not x
+    params: an ExpertUse under "use" counts tokens; placed experts need it. routed: the router's
+    input, if not x.
     """
     ids, weights = route(params["router"], x if routed is None else routed, spec=spec)
     experts, physical = params["experts"], ids
@@ -176,7 +174,7 @@ def moe_of_sum(
         if fused is not None:
             x, normed, mixed = fused
             if mixed.has_shared and spec.shared_gate:
-                weights = mixed.weights.at[:, -1].set(_share(params, normed))
+                weights = mixed.weights.at[:, -1].set(_share(params, normed), mode="drop")
                 mixed = replace(mixed, weights=weights)
             elif spec.shared is not None and not mixed.has_shared:
                 shared = _shared_output(params, normed, spec=spec, shard=shard, ops=ops)

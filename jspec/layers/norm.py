@@ -1,8 +1,5 @@
-"""RMSNorm (Zhang and Sennrich, 2019) and the residual stream.
-
-A layer returns its last contribution without adding it, so that a kernel can fuse the sum with the
-next norm (`Ops.add_norm`).
-"""
+"""RMSNorm (Zhang and Sennrich, 2019) and the residual stream. A layer returns its last contribution
+without adding it, so that a kernel can fuse the sum with the next norm (`Ops.add_norm`)."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
-"""Rotary position embedding, half-split layout (Su et al., 2021; Hugging Face's Llama).
-
-Angles are computed from positions, not read from a table, so a draft whose config has
-max_position_embeddings 2048 still runs at the target's positions.
-"""
+"""Rotary position embedding, half-split layout (Su et al., 2021; Hugging Face's Llama). Angles are
+computed, so a draft with max_position_embeddings 2048 also runs at later positions."""
 
 from __future__ import annotations
 
@@ -77,8 +74,5 @@ def grown(
 
 
 def in_halves(x: Float[Array, "*b D"]) -> Float[Array, "*b D"]:
-    """Order the pairs (0, 1), (2, 3) of neighbours as RoPE's halves: [0 1 2 3] -> [0 2 1 3].
-
-    Scores stay the same, since queries and K are ordered alike.
-    """
+    """Order the pairs (0, 1), (2, 3) of neighbours as RoPE's halves: [0 1 2 3] -> [0 2 1 3]."""
     return jnp.concatenate((x[..., 0::2], x[..., 1::2]), axis=-1)

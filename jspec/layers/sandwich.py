@@ -86,10 +86,8 @@ def token_inputs(
     eps: float,
     ops: Ops,
 ) -> Float[Array, "T L P"]:
-    """Return each layer's input for each token, from its id and from its embedding x.
-
-    params: table [V, L * P], project (applied to x), and the norm of the projection.
-    """
+    """Return each layer's input for each token, from its id and from its embedding x. params: table
+    [V, L * P], project (applied to x), and the norm of the projection."""
     shape = (*token_ids.shape, num_layers, -1)
     own = embed({"table": params["table"]}, token_ids).reshape(shape)
     scaled = own * jnp.asarray(own.shape[-1] ** 0.5, own.dtype)

@@ -24,11 +24,8 @@ class Adapter:
 
 
 def adapter_names(given: Mapping[str, Any], num_prompts: int) -> list[str | None]:
-    """Return each prompt's adapter name, or None.
-
-    A request gives it under one of `LORA_NAMES`: one name for all prompts, or a list with a name or
-    null for each. Raises RequestError.
-    """
+    """Return each prompt's adapter name, or None: a request gives one of `LORA_NAMES`, a name for
+    all prompts or a list with a name or null for each. Raises RequestError."""
     found: list[Any] | None = None
     for key in LORA_NAMES:
         value = listed(given.get(key))

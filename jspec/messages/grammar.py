@@ -1,7 +1,5 @@
-"""The interface of a grammar, which determines the tokens that may come next.
-
-`text.grammar.grammars` compiles it, the scheduler carries it and the runner queries it.
-"""
+"""The interface of a grammar, which determines the tokens that may come next:
+`text.grammar.grammars` compiles it, the scheduler carries it and the runner queries it."""
 
 from __future__ import annotations
 
@@ -73,10 +71,8 @@ class Constraint(Protocol):
 
     @property
     def num_free(self) -> int:
-        """A number of next tokens that are all unrestricted, so that their steps need no mask.
-
-        0 means unknown, and ENDLESS that the rest of the text is unrestricted.
-        """
+        """A number of next tokens that are all unrestricted, so that their steps need no mask: 0 if
+        unknown, ENDLESS for the rest of the text."""
         ...
 
     @property

@@ -1,7 +1,5 @@
-"""Flat i32 layouts of a step's input and output, so that each is a single transfer.
-
-On the device both have a leading axis of data ranks.
-"""
+"""Flat i32 layouts of a step's input and output, so that each is a single transfer. On the device
+both have a leading axis of data ranks."""
 
 from __future__ import annotations
 
@@ -76,11 +74,10 @@ def output_columns(
 ) -> OutputColumns:
     """Return the output columns of a program, per row and round.
 
-    Only the first num_emitted of a row's emitted_ids are defined. The same holds for their
-    log-probabilities (float32 bits, with LOGPROBS) and for the hidden states that chose them (with
-    HIDDEN). With either option, a prefill's output has T more rows, one per packed token. They emit
-    nothing; they hold the log-probability of the next prompt token and the hidden state of the
-    packed one.
+    Only the first num_emitted of a row's emitted_ids, their log-probabilities (float32 bits, with
+    LOGPROBS) and the hidden states that chose them (with HIDDEN) are defined. With either option, a
+    prefill's output has T more rows, one per packed token, with the log-probability of the next
+    prompt token and the hidden state of the packed one.
     """
     logprobs = (
         ("logprobs", (max_emitted,)),

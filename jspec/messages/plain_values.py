@@ -1,8 +1,5 @@
-"""Convert numbers and arrays of numpy and other libraries to plain Python.
-
-Values that callers pass are pickled, compared and written as JSON; those types do not support all
-three.
-"""
+"""Convert numbers and arrays of numpy and other libraries to plain Python, which can be pickled,
+compared and written as JSON."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
-"""Messages between the scheduler and the runner: frozen, picklable, host only.
-
-A plan names rows by (slot, epoch). The epoch stays on the host and identifies results for a former
-tenant of a slot, which are dropped.
-"""
+"""Messages between the scheduler and the runner: frozen, picklable, host only. A plan names rows by
+(slot, epoch), and results for a slot's former tenant are dropped."""
 
 from __future__ import annotations
 
@@ -58,8 +55,8 @@ class PrefillChunk:
 class PageGrant:
     """Set page_table[slot, index + i] = pages[i] before the step runs.
 
-    Entry i of a page table has positions [i * page_size, (i + 1) * page_size). Space 0 is the full
-    space, space i that of `PoolLimits.windows[i - 1]`.
+    Entry i has positions [i * page_size, (i + 1) * page_size). Space i > 0 is that of
+    `PoolLimits.windows[i - 1]`, 0 the full one.
     """
 
     slot: int
@@ -77,10 +74,8 @@ class SnapshotCopy:
 
 
 class StepKind(enum.Enum):
-    """Kind of a step (`engine.steps.table.STEPS`).
-
-    The value starts the names of its programs, which end with their bucket: B rows or T tokens.
-    """
+    """Kind of a step (`engine.steps.table.STEPS`). The value starts the names of its programs,
+    which end with their bucket: B rows or T tokens."""
 
     __hash__ = object.__hash__  # fast, as in StepOption
 
@@ -105,10 +100,8 @@ class StepRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
-    """One device step: a prefill of `admissions` and `chunks`, or a decode of `rows`.
-
-    Rows and chunks of data rank 0 come first, then those of rank 1, and so on.
-    """
+    """One device step: a prefill of `admissions` and `chunks`, or a decode of `rows`, those of data
+    rank 0 first, then those of rank 1, and so on."""
 
     step: int
     runs: tuple[StepRun, ...]  # programs in order; the last one that emits gives the result
@@ -192,10 +185,8 @@ class StepLogprobs:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RoundResult:
-    """The result of one round, with rows in the order of `StepPlan.row_refs`.
-
-    Fields are None if the plan lacks their option.
-    """
+    """The result of one round, with rows in the order of `StepPlan.row_refs`. Fields are None if
+    the plan lacks their option."""
 
     # i32[rows]; num_accepted + 1 in a decode. In a prefill 1 for a row's last chunk, else 0.
     num_emitted: np.ndarray

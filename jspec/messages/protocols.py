@@ -51,11 +51,8 @@ class Weights(Protocol):
     def draft_is_in_target(self) -> bool: ...
 
     def prepare(self, update: WeightUpdate) -> Any:
-        """Read and check an update without changing the weights in service.
-
-        Any thread may call it, one at a time. Raises CheckpointError or ConfigError with all faults
-        in one message.
-        """
+        """Read and check an update without changing the weights in service, from any thread, one at
+        a time. Raises CheckpointError or ConfigError with all faults in one message."""
         ...
 
     def switch(self, prepared: Any) -> None:
@@ -97,10 +94,8 @@ class TextStream(Protocol):
         ...
 
     def watch(self) -> StopWatch | None:
-        """Return a StopWatch for the same stop strings, so that another thread can detokenize.
-
-        Return None if stopping depends on the text itself. Call it before the first push.
-        """
+        """Return a StopWatch for the same stop strings, so that another thread can detokenize; None
+        if stopping depends on the text itself. Call it before the first push."""
         ...
 
 

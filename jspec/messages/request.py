@@ -1,8 +1,5 @@
-"""Requests and their results: frozen, picklable, without jax.
-
-`SamplingParams` converts and checks its own fields. `text.intake` checks what depends on the model,
-`scheduler.pages.budget` what depends on the engine's limits.
-"""
+"""Requests and their results: frozen, picklable, without jax. `text.intake` checks what depends on
+the model, `scheduler.pages.budget` what depends on the engine's limits."""
 
 from __future__ import annotations
 

@@ -12,7 +12,9 @@ from jspec.pallas_kernels.fp8_product.api import Scaled
 from jspec.pallas_kernels.kv_write.api import KVScales, Rotation
 from jspec.pallas_kernels.kv_write.reference import rotate
 from jspec.pallas_kernels.latent_attention.xla import Index
-from jspec.spec.model_spec import AttentionSpec, DeltaNetSpec, LatentAttentionSpec, Mixer
+from jspec.spec.layers.attention import AttentionSpec, LatentAttentionSpec
+from jspec.spec.layers.delta_net import DeltaNetSpec
+from jspec.spec.model_spec import Mixer
 
 
 def kv_scales_of(params: Params) -> KVScales | None:

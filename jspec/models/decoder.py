@@ -1,7 +1,7 @@
 """The decoder that every target family runs, as pure functions of its spec and params.
 
-`trunk` knows no caches, so training, prefill, verification and decoding differ only in their
-`attend`. `Decoder` is the target of a step: the layers over their caches, one inner jit per layer.
+`trunk` knows no caches: training, prefill, verification and decoding differ only in their `attend`.
+`Decoder` is the target of a step: the layers over their caches, one inner jit per layer.
 """
 
 from __future__ import annotations
@@ -56,8 +56,7 @@ def paged_layer(
 ) -> tuple[Residual, Any, jax.Array | None]:
     """Run a layer over its cache: (stream, updated cache, counts of its experts' tokens or None).
 
-    Identical layers share one trace. loras: the layer's stacked adapters, and the columns that each
-    token uses. tokens: facts about the tokens for the layer's MoE, which counts them.
+    loras: the layer's stacked adapters, and the columns that each token uses. tokens: for its MoE.
     """
     if loras is not None:
         params = with_adapters(params, *loras, kept)
@@ -117,11 +116,9 @@ class Decoder:
         lora_slots: Int[Array, "B"] | None = None,
         counter: ExpertCounter | None = None,
     ) -> tuple[Float[Array, "R E"], Float[Array, "T A"], KVPool]:
-        """Return (last hidden after the final norm, aux features, caches with the T new tokens).
-
-        See `Target.forward`. For tokens outside `kept` the last layer computes only K and V, unless
-        its output is captured.
-        """
+        """Return (last hidden after the final norm, aux features, caches with the T new tokens),
+        like `Target.forward`. For tokens outside `kept` the last layer computes only K and V,
+        unless captured."""
         caches = list(kv)
         last = self.spec.num_layers - 1
         ends_early = kept is not None and last + 1 not in self.aux_layer_ids
@@ -232,11 +229,8 @@ def trunk(
     *,
     aux_layer_ids: tuple[int, ...],
 ) -> tuple[Residual, Float[Array, "*b A"]]:
-    """Run the layers; also return the residual stream at the INPUT of each aux layer.
-
-    An aux id equal to the number of layers is the residual after the last one. The captures are
-    concatenated, low to high: [*b, len(aux_layer_ids) * E].
-    """
+    """Run the layers; also return the residual stream at the INPUT of each aux layer, concatenated
+    low to high: [*b, len(aux_layer_ids) * E]. The number of layers as an id: after the last one."""
     stream, captured = Residual(x=x), []
     for i, layer in enumerate(layers):
         if i in aux_layer_ids:

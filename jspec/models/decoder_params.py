@@ -14,7 +14,9 @@ from jspec.models.layer_params import (
     product,
 )
 from jspec.models.params import FLOAT32, Form, Init, ParamSpec, ParamTable, Part, prefixed
-from jspec.spec.model_spec import DeltaNetSpec, LatentAttentionSpec, Mixer, ModelSpec
+from jspec.spec.layers.attention import LatentAttentionSpec
+from jspec.spec.layers.delta_net import DeltaNetSpec
+from jspec.spec.model_spec import Mixer, ModelSpec
 from jspec.spec.weight_format import Op
 
 
@@ -25,12 +27,10 @@ def decoder_params(
     delta: Callable[..., ParamTable] | None = None,
     sinks: tuple[str, ...] = ("sinks",),
 ) -> ParamTable:
-    """Declare a decoder under transformers' Llama names.
-
-    ffn, delta: (spec, size=E) -> the table of a feed-forward, of a gated delta net
-    """
+    """Declare a decoder under transformers' Llama names. ffn, delta: (spec, size=E) -> the table of
+    a feed-forward, of a gated delta net."""
     V, E = spec.vocab_size, spec.hidden_size
-    table_part = Part(name="model.embed_tokens.weight", shape=(V, E), size=E, form=Form.AS_HELD)
+    table_part = Part(name="model.embed_tokens.weight", shape=(V, E), size=E, form=Form.AS_IS)
     table: list[ParamSpec] = [
         ParamSpec(path=("embed", "table"), shape=(V, E), layouts=((table_part,),), init=Init.TABLE)
     ]
@@ -55,11 +55,8 @@ def mixer_params(
     in_size: int | None = None,
     delta: Callable[..., ParamTable] | None = None,
 ) -> ParamTable:
-    """Declare the `attention` of a layer, of any kind.
-
-    in_size: input size of plain attention
-    delta: declares a gated delta net; None: as in Qwen3.5
-    """
+    """Declare the `attention` of a layer, of any kind. in_size: input size of plain attention.
+    delta: declares a gated delta net; None: as in Qwen3.5."""
     if isinstance(spec, DeltaNetSpec):
         return (delta or delta_params)(spec, size=size)
     if isinstance(spec, LatentAttentionSpec):
@@ -126,7 +123,7 @@ def indexer_params(spec: LatentAttentionSpec, *, size: int) -> ParamTable:
     if indexer is None or rank is None:
         return ()
     H, D = indexer.num_heads, indexer.head_dim
-    bias = Part(name="k_norm.bias", shape=(D,), size=D, form=Form.AS_HELD)
+    bias = Part(name="k_norm.bias", shape=(D,), size=D, form=Form.AS_IS)
     (weights,) = product(("weights",), size, (("weights_proj", H, 1),), op=None)
     table = (
         *product(("q",), rank, (("wq_b", H * D, 1),)),
@@ -158,7 +155,7 @@ def delta_params(spec: DeltaNetSpec, *, size: int) -> ParamTable:
         )
 
     def of_heads(path: str, name: str) -> ParamSpec:
-        part = Part(name=name, shape=(H,), size=H, num_blocks=H, form=Form.AS_HELD)
+        part = Part(name=name, shape=(H,), size=H, num_blocks=H, form=Form.AS_IS)
         return ParamSpec(
             path=("decay", path),
             shape=(H,),

@@ -12,13 +12,9 @@ from jspec.models.decoder_params import decoder_params
 from jspec.models.heads.head_params import HeadNames
 from jspec.models.params import ParamTable
 from jspec.spec.head_spec import HeadSpec
-from jspec.spec.model_spec import (
-    AttentionSpec,
-    DenseSpec,
-    FeedForward,
-    LayerSpec,
-    ModelSpec,
-)
+from jspec.spec.layers.attention import AttentionSpec
+from jspec.spec.layers.feed_forward import DenseSpec, FeedForward
+from jspec.spec.model_spec import LayerSpec, ModelSpec
 from jspec.spec.rope_io import TABLES, read_rope, rope_json
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -170,7 +166,7 @@ def read_windows(
 def refuse_common(fields: Fields) -> None:
     for name in ("hidden_act", "hidden_activation"):
         fields.refuse(name, allowed=("silu", "swish"), why="only SwiGLU MLPs are served")
-    fields.refuse("partial_rotary_factor", allowed=(1, 1.0), why="RoPE turns whole heads here")
+    fields.refuse("partial_rotary_factor", allowed=(1, 1.0), why="RoPE rotates whole heads here")
 
 
 def refuse_windows(fields: Fields, *, kinds: tuple[str, ...] = (FULL,)) -> None:
@@ -206,20 +202,15 @@ def check_one_mtp_layer(fields: Fields) -> None:
 
 
 def feeds_normed(fields: Fields) -> bool:
-    """Return whether a recurrent layer reads its own output after its final norm.
-
-    No published config specifies it: SGLang feeds back the normed output, vLLM the unnormed one for
-    DeepSeek and GLM. transformers' key `chain_hidden_post_norm` decides.
-    """
+    """Return whether a recurrent layer reads its own output after its final norm: transformers' key
+    `chain_hidden_post_norm`, which no published config has. SGLang does, vLLM does not for
+    DeepSeek."""
     return fields.flag(CHAINS_NORMED, True)
 
 
 def masks_first(fields: Fields, default: bool) -> bool:
-    """Return whether a recurrent layer reads zeros instead of the embedding at position 0.
-
-    No published config specifies it: SGLang does so for MiMo-7B, vLLM also for DeepSeek. jspec's
-    key `mask_first_embedding` decides.
-    """
+    """Return whether a recurrent layer reads zeros for the embedding at position 0: jspec's key
+    `mask_first_embedding`. SGLang does so for MiMo-7B, vLLM also for DeepSeek."""
     return fields.flag(MASKS_FIRST, default)
 
 

@@ -20,14 +20,10 @@ from jspec.layers.norm import Residual, norm_for
 from jspec.layers.sandwich import run_sandwich
 from jspec.pallas_kernels.fp8_product.api import Activations, values_of
 from jspec.pallas_kernels.ops import Ops
-from jspec.spec.model_spec import (
-    AttentionSpec,
-    DeltaNetSpec,
-    LatentAttentionSpec,
-    LayerSpec,
-    Mixer,
-    MoESpec,
-)
+from jspec.spec.layers.attention import AttentionSpec, LatentAttentionSpec
+from jspec.spec.layers.delta_net import DeltaNetSpec
+from jspec.spec.layers.feed_forward import MoESpec
+from jspec.spec.model_spec import LayerSpec, Mixer
 from jspec.spec.sandwich import SandwichSpec
 
 Params = dict[str, Any]
@@ -59,8 +55,8 @@ def run_layer(
 ) -> Residual:
     """Apply x + attention(norm(x)), then x + ffn(norm(x)); the last add is left pending.
 
-    kept: indices of the tokens [T] whose output is needed; the others stop after their K and V
-    token_input: input of a SandwichSpec layer with its own token embeddings
+    kept: the tokens whose output is needed; others stop after K and V. token_input: of a
+    SandwichSpec layer.
     """
     if isinstance(spec, SandwichSpec):
         shard = settings.shard.of_layer(params)

@@ -17,19 +17,13 @@ from jspec.models.params import (
     prefixed,
 )
 from jspec.spec.axes import Axes
-from jspec.spec.model_spec import (
-    AttentionSpec,
-    DenseSpec,
-    FeedForward,
-    HeadGate,
-    LatentAttentionSpec,
-    MoESpec,
-)
+from jspec.spec.layers.attention import AttentionSpec, HeadGate, LatentAttentionSpec
+from jspec.spec.layers.feed_forward import DenseSpec, FeedForward, MoESpec
 from jspec.spec.weight_format import Op
 
 
 def norm(path: str, name: str, size: int) -> ParamSpec:
-    part = Part(name=f"{name}.weight", shape=(size,), size=size, form=Form.AS_HELD)
+    part = Part(name=f"{name}.weight", shape=(size,), size=size, form=Form.AS_IS)
     return ParamSpec(path=(path, "scale"), shape=(size,), layouts=((part,),), init=Init.ONES)
 
 
@@ -48,8 +42,7 @@ def product(
     """Declare a kernel [in, out] from parts (stored name, size, blocks), and its bias.
 
     axes: of the kernel; the bias has the second
-    repeated: names of parts that may have fewer blocks than there are shards
-    op: None for a small product that is never quantized
+    repeated: names of parts that may have fewer blocks than shards. op: None: never quantized
     """
     parts = tuple(parts)
     size = sum(rows for _, rows, _ in parts)
@@ -80,7 +73,7 @@ def product(
     vector = ParamSpec(
         path=(*path, "bias"),
         shape=(size,),
-        layouts=(stored("bias", form=Form.AS_HELD),),
+        layouts=(stored("bias", form=Form.AS_IS),),
         axes=axes[-1:],
         init=Init.ZEROS,
         optional=bias_is_optional,
@@ -126,8 +119,7 @@ def attention_params(
         table += [] if spec.kv_of is not None else [norm("k_norm", "k_norm", D)]
     if spec.sinks:
         layouts = tuple(
-            (Part(name=name, shape=(H,), size=H, num_blocks=H, form=Form.AS_HELD),)
-            for name in sinks
+            (Part(name=name, shape=(H,), size=H, num_blocks=H, form=Form.AS_IS),) for name in sinks
         )
         table.append(
             ParamSpec(
@@ -147,7 +139,7 @@ def _norm_of_heads(name: str, num_heads: int, head_dim: int) -> ParamSpec:
         size=size,
         num_blocks=num_heads,
         repeats=True,
-        form=Form.AS_HELD,
+        form=Form.AS_IS,
     )
     return ParamSpec(
         path=(name, "scale"), shape=(size,), layouts=((part,),), axes=("heads",), init=Init.ONES
@@ -163,7 +155,7 @@ def kv_scales(spec: AttentionSpec) -> ParamTable:
         ParamSpec(
             path=(name,),
             shape=(1,),
-            layouts=((Part(name=name, shape=(1,), size=1, form=Form.AS_HELD),),),
+            layouts=((Part(name=name, shape=(1,), size=1, form=Form.AS_IS),),),
             init=Init.ONES,
             optional=True,
             format=FLOAT32,
@@ -213,11 +205,8 @@ def dense_params(
 
 
 def expert_params(spec: MoESpec, *, size: int) -> ParamTable:
-    """Declare a layer's `moe` under Qwen3-MoE's names; router bias and shared expert as DeepSeek.
-
-    Experts are one tensor each, or fused as transformers 5 writes them. A shared expert with a gate
-    has Qwen's names.
-    """
+    """Declare a layer's `moe` under Qwen3-MoE's names; router bias and shared expert as DeepSeek, a
+    gated shared expert as Qwen. Experts are one tensor each, or fused as by transformers 5."""
     X, inner = spec.num_experts, spec.inner
     single = tuple(
         Part(
@@ -242,7 +231,7 @@ def expert_params(spec: MoESpec, *, size: int) -> ParamTable:
     down = Part(name="experts.{}.down_proj.weight", shape=(size, inner), size=size, stack=X)
     down_fused = Part(name="experts.down_proj", shape=(X, size, inner), size=size)
     name = "gate.e_score_correction_bias"
-    router_bias = Part(name=name, shape=(X,), size=X, form=Form.AS_HELD)
+    router_bias = Part(name=name, shape=(X,), size=X, form=Form.AS_IS)
     biased = ParamSpec(
         path=("router", "router_bias"),
         shape=(X,),

@@ -1,8 +1,6 @@
-"""The stacked weights of LoRA adapters, declared from a target's own parameter table.
-
-Every plain product of a layer (`Op.LINEAR` and `Op.GATED`) can have adapters; a fused one has a
-pair A, B for each of its parts. A is sharded like the product's inputs, B like its outputs.
-"""
+"""The stacked weights of LoRA adapters, declared from a target's own parameter table, for every
+plain product of a layer (`Op.LINEAR`, `Op.GATED`). A is sharded like its inputs, B like its
+outputs."""
 
 from __future__ import annotations
 

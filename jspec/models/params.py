@@ -21,7 +21,7 @@ import numpy.typing as npt
 from jspec.config.expert_placement import ExpertMap
 from jspec.errors import ConfigError
 from jspec.spec.axes import EXPERT, MODEL, TENSOR, Axes, MeshAxis, mesh_axis
-from jspec.spec.model_spec import MoESpec
+from jspec.spec.layers.feed_forward import MoESpec
 from jspec.spec.weight_format import MXFP4, Dense, Formats, Op, Shape, WeightFormat
 
 ParamPath = tuple[str | int, ...]
@@ -32,7 +32,7 @@ class Form(enum.Enum):
     """How a stored tensor is laid out, relative to the params."""
 
     OUT_IN = "a projection [.., out, in], transposed in the params"
-    AS_HELD = "as in the params: a vector, a table, or [.., in, out]"
+    AS_IS = "as in the params: a vector, a table, or [.., in, out]"
 
 
 class Init(enum.Enum):
@@ -62,7 +62,7 @@ class Part:
     # The packing of a stack [X, out, in]: NAME_blocks u8[.., in / 32, 16] and NAME_scales
     # u8[.., in / 32]. Packed layouts are read, never written.
     format: MXFP4 | None = None
-    plus: float = 0.0  # to add to the stored values of an AS_HELD vector
+    plus: float = 0.0  # to add to the stored values of an AS_IS vector
 
     @property
     def tensors(self) -> dict[str, Shape]:

@@ -42,8 +42,8 @@ def _partition_of(spec: ParamSpec) -> Any:
 def place_of(mesh: Mesh, spec: ParamSpec, *, column_major: bool) -> Any:
     """Return a weight's placement (NamedSharding, Format, or an FP8Weight of them).
 
-    column_major: a weight marked in the table gets a Format that stores it as [out, in]. Embedding
-    tables are always row-major, since a TPU would transpose some of them back in every step.
+    column_major: a marked weight is stored as [out, in]. Embedding tables are row-major, as a TPU
+    step needs them.
     """
     partition = _partition_of(spec)
     if isinstance(partition, FP8Weight):

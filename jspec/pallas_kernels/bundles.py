@@ -57,8 +57,7 @@ def choose_ops(platform: str, requested: str = "auto", *, gpu_problem: str | Non
     """Return the bundle for jax devices of `platform`: "cpu", "gpu" or "tpu".
 
     requested: "auto"; "xla" on any platform; "pallas" for the platform's own kernels
-    gpu_problem: the reason why a GPU's kernels cannot be used. "auto" is then XLA, and "pallas"
-        raises ConfigError
+    gpu_problem: why a GPU's kernels cannot be used: "auto" is then XLA, "pallas" a ConfigError
     """
     if requested == "pallas" and platform not in ("gpu", "tpu"):
         raise ConfigError(

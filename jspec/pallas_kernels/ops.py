@@ -1,8 +1,7 @@
 """The kernels of a platform, selected once when an engine is built.
 
-`Ops` is plain XLA and runs anywhere; TpuOps and GpuOps override the methods for which the platform
-has a kernel. To add a fusion, add a method with its XLA implementation here. Equal bundles
-(compared by value) share compiled programs.
+`Ops` is plain XLA; TpuOps and GpuOps override the methods for which they have a kernel. To add a
+fusion, add a method with its XLA implementation here. Equal bundles share compiled programs.
 """
 
 from __future__ import annotations
@@ -28,16 +27,13 @@ from jspec.pallas_kernels.fp8_product import reference as fp8_product
 from jspec.pallas_kernels.fp8_product.api import Activations, Scaled, values_of
 from jspec.pallas_kernels.gated_mlp.reference import gated
 from jspec.pallas_kernels.kv_write.api import KVScales, Rotation
-from jspec.pallas_kernels.kv_write.reference import (
-    rotate_and_split,
-    scaled_outputs,
-    scaled_queries,
-)
+from jspec.pallas_kernels.kv_write.reference import rotate_and_split, scaled_outputs, scaled_queries
 from jspec.pallas_kernels.latent_attention import reference as latent_attention
 from jspec.pallas_kernels.latent_attention import xla as sparse
 from jspec.pallas_kernels.latent_attention.xla import Index
 from jspec.pallas_kernels.sample import reference as sample
-from jspec.spec.model_spec import Gate, LatentAttentionSpec, MoESpec
+from jspec.spec.layers.attention import LatentAttentionSpec
+from jspec.spec.layers.feed_forward import Gate, MoESpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,11 +81,8 @@ class Ops:
     def compiler_options(
         self, *, decode_tokens: int | None, fp8_prompt_tokens: int = 0
     ) -> dict[str, Any]:
-        """Return XLA options.
-
-        decode_tokens: tokens of a decode step; None for a prefill
-        fp8_prompt_tokens: tokens of a prefill with fp8 weights
-        """
+        """Return XLA options. decode_tokens: of a decode step, None for a prefill.
+        fp8_prompt_tokens: tokens of a prefill with fp8 weights."""
         del decode_tokens, fp8_prompt_tokens
         return {}
 
@@ -405,9 +398,7 @@ class Ops:
         is_split: bool,
     ) -> tuple[Float[Array, "B N"], Int[Array, "B N"]]:
         """Return (value, id) of each node's largest logit + T * noise; the lowest id wins ties.
-
-        threshold: the least logit to choose. is_split: token_ids is a vocabulary shard's range.
-        """
+        threshold: the least logit to choose. is_split: token_ids is a vocabulary shard's range."""
         values, ids = sample.sample(
             logits.reshape(-1, logits.shape[-1]),
             temperature,

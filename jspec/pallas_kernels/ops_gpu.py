@@ -46,7 +46,8 @@ from jspec.pallas_kernels.ops import Ops
 from jspec.pallas_kernels.prefill import gpu as paged_prefill_gpu
 from jspec.pallas_kernels.sample import gpu as sample_gpu
 from jspec.pallas_kernels.sample import gpu_rank
-from jspec.spec.model_spec import Gate, LatentAttentionSpec, MoESpec
+from jspec.spec.layers.attention import LatentAttentionSpec
+from jspec.spec.layers.feed_forward import Gate, MoESpec
 
 # Decode steps with these token counts disable Triton products: XLA's autotuner picks them where
 # they are fast in isolation, but whole steps are 2 to 4% slower with them (Llama-3.1-8B, H200).

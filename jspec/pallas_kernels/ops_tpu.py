@@ -20,7 +20,7 @@ from jspec.pallas_kernels.kv_write.api import KVScales
 from jspec.pallas_kernels.ops import Ops
 from jspec.pallas_kernels.prefill import tpu as paged_prefill_tpu
 from jspec.spec.cache_entry import FP8
-from jspec.spec.model_spec import Gate
+from jspec.spec.layers.feed_forward import Gate
 
 # XLA fuses a sum over shards with an independent product that is scheduled after its start. The
 # last option keeps it from merging sums. Newer compilers refuse this on chips other than v5e, where

@@ -5,17 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from jspec.spec.model_spec import (
-    AttentionSpec,
-    DeltaNetSpec,
-    DenseSpec,
-    FeedForward,
-    Gate,
-    LatentAttentionSpec,
-    Mixer,
-    MoESpec,
-    Routing,
-)
+from jspec.spec.layers.attention import AttentionSpec, LatentAttentionSpec
+from jspec.spec.layers.delta_net import DeltaNetSpec
+from jspec.spec.layers.feed_forward import DenseSpec, FeedForward, Gate, MoESpec, Routing
+from jspec.spec.model_spec import Mixer
 from jspec.spec.weight_format import MXFP4, Formats, Op
 
 
@@ -43,9 +36,7 @@ class ModelShape:
     @property
     def moe_params(self) -> dict[str, dict[str, tuple[int, ...]]]:
         """Shapes of an MoE's weights without a shared expert's, as `Ops.moe_of_sum` takes them.
-
-        Raises TypeError.
-        """
+        Raises TypeError."""
         if not isinstance(self.ffn, MoESpec):
             raise TypeError("the model has a dense MLP; expected an MoE")
         X, (E, inner) = self.ffn.num_experts, self.widths

@@ -1,8 +1,7 @@
 """The target's token at every node: argmax_v(filtered_logits(v) + T * g(s, p, v)).
 
 At T = 0 this is plain argmax. Each vocabulary shard reduces to (value, id), and every device picks
-from the same gathered pairs; the lowest id wins ties. A row's choice does not depend on whether its
-batch's program filters: a row without filters has the threshold -inf.
+from the same gathered pairs; the lowest id wins ties. A row without filters has the threshold -inf.
 """
 
 from __future__ import annotations

@@ -7,9 +7,8 @@ token of logit x is kept iff
 
 Each condition can only become true as x grows, so all logits >= a threshold are kept, ties
 included. The search divides the range of the logits' ordered float32 bit patterns: a pass over the
-logits measures count and mass above several pivots and selects one of the parts between them.
-Nothing is sorted. The number of parts affects speed alone and depends on the platform (record
-0006). The number of passes is static: the host would wait for a data-dependent one.
+logits measures count and mass above several pivots and selects one of the parts between them. The
+number of parts affects speed alone (decision 6), and that of passes is static.
 
 The threshold is a logit, not logit / T, whose rounding may differ where a compiler computes it
 twice. It must be compared with the very array that was searched (`choose._stored`).
@@ -69,12 +68,8 @@ def threshold(
     shard: Shard,
     passes: Passes | None = None,
 ) -> Float[Array, "B N"]:
-    """Return the smallest logit that is kept at each node; -inf for a row without filters.
-
-    logits: one vocabulary shard, in which NaN counts as -inf. All shards return the same threshold,
-        never more than the largest logit
-    passes: None chooses by the platform that this is compiled for
-    """
+    """Return the smallest logit that is kept at each node; -inf for a row without filters. logits:
+    one vocabulary shard; NaN counts as -inf. passes: None: chosen by the platform."""
     top = _max_over(jnp.max(without_nan(logits), axis=-1), shard)
     divisor = divisors(rows.temperature)
     args = logits, top, 1.0 / divisor, rows.top_k, rows.top_p
@@ -156,8 +151,8 @@ def _above(
 ) -> tuple[list[jax.Array], list[jax.Array]]:
     """Return (count, mass relative to the maximum's) of the logits above each pivot, without NaN.
 
-    The same comparison is written in two ways on purpose: XLA on a GPU would store a [B, N, V]
-    array that two operands of a reduction share.
+    The comparison is written twice: XLA on a GPU would store a [B, N, V] array that two operands
+    share.
     """
     pieces = _in_pieces(logits, columns)
     axes = tuple(range(2, pieces.ndim))

@@ -20,9 +20,8 @@ def restrict(
 ) -> Float[Array, "B N V"]:
     """Set every token that is not allowed to -inf.
 
-    raw: the logits before penalties, used where penalties forbid all that the grammar allows (the
-        end, below the minimum length)
-    allowed: bit v % 32 of word v // 32 is token v, over the whole vocabulary
+    raw: the logits before penalties, used if these forbid all that is allowed. allowed: bit v % 32
+    of word v // 32 is token v, of all the vocabulary.
     """
     words = jnp.take(allowed, token_ids // WORD_BITS, axis=-1, mode="fill", fill_value=0)
     is_allowed = (words >> (token_ids % WORD_BITS).astype(jnp.uint32)) & 1 > 0

@@ -1,8 +1,5 @@
-"""The margin by which a token was not chosen, in units of a logit.
-
-It is the least change of the logits that would make the token the choice, by the rule of `choose`
-in float64 numpy: for a near-tie about as large as rounding errors.
-"""
+"""The margin by which a token was not chosen, in units of a logit, by the rule of `choose` in
+float64 numpy: for a near-tie about as large as rounding errors."""
 
 from __future__ import annotations
 
@@ -28,10 +25,8 @@ class _Filtered:
 def margin(
     logits: np.ndarray, token_id: int, *, sampling: SamplingParams, seed: int, position: int
 ) -> float:
-    """Return 0 if the token is the choice, else the least change of the logits that makes it so.
-
-    The token must pass the filters, and every better token must fall below it or out of the
-    filters; the largest of these changes is the margin. logits: f32[V], with penalties and bias.
+    """Return 0 if the token is the choice, else the least change of the logits that makes it so: it
+    passes the filters, and every better token falls below it or out. logits: f32[V], penalized.
 
     In:  logits [2, 1.5, 0], temperature 0, token 1   Out: 0.5
     """

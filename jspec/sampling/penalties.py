@@ -1,8 +1,8 @@
 """Penalties, bias and the minimum length, exact at every node of a tree.
 
 A node's output is the row's emitted tokens (`output_counts`, root included) plus the draft tokens
-on the path to the node. Per-node counts are compared inside the reduction that reads the logits, so
-no [B, N, V] array of counts is stored.
+on its path. The reduction that reads the logits compares their counts, so no [B, N, V] array is
+stored.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ def penalize(
     tokens_on_path: Int[Array, "B N S"],
     num_output: Int[Array, "B N"],
 ) -> Float[Array, "B N V"]:
-    """Apply repetition, frequency and presence penalties, the bias and the minimum length.
+    """Apply repetition, frequency and presence penalties, the bias and the minimum length. A row
+    without them keeps its bits.
 
     token_ids: target id of each column of this vocabulary shard
     num_output: tokens emitted before the one chosen at this node
-    A row without penalties keeps its bits.
     """
     counts = seen.output_counts[:, None, :]
     for level in range(tokens_on_path.shape[-1]):

@@ -20,11 +20,8 @@ def by_lora(sequences: Iterable[Sequence]) -> Counter[str]:
 
 
 class LoadedAdapters:
-    """The loaded adapters by name, in `most` slots; 0 if the engine serves none.
-
-    A slot is free once no unfinished request uses the adapter that was in it. One thread changes
-    this object, any thread reads it.
-    """
+    """The loaded adapters by name, in `most` slots, each free once no unfinished request uses its
+    adapter. One thread changes this object, any thread reads it."""
 
     def __init__(self, most: int, uses: Uses) -> None:
         self._most, self._uses = most, uses
@@ -52,10 +49,8 @@ class LoadedAdapters:
         return RequestError(f"lora_path is {shown(name)}; expected {known}")
 
     def place(self, name: str, path: str) -> Adapter:
-        """Return a new adapter with a free slot; `add` it once its weights are loaded.
-
-        Raises RequestError if the name is taken or no slot is free.
-        """
+        """Return a new adapter with a free slot; `add` it once its weights are loaded. Raises
+        RequestError if the name is taken or no slot is free."""
         if not self._most:
             raise self._unknown(name)
         if name in self.by_name:

@@ -1,6 +1,6 @@
 """The data ranks of an engine: placement of requests, and sums over all ranks.
 
-A step runs on all ranks at once. Each rank has its own slots, pages and prefix cache (`Seats`). A
+A step runs on all ranks at once, each with its own slots, pages and prefix cache (`Seats`). A
 slot's number determines its rank, so one row table and one plan hold the rows of all ranks.
 """
 
@@ -59,11 +59,9 @@ class DataRanks:
         return self.all[self._pool.rank_of(row.slot)].tenancies[row]
 
     def place(self, newcomer: Sequence, has_room: Ordered[bool]) -> tuple[int, Hit] | None:
-        """Return the rank for the head of the queue and its cached prefix there, or None to wait.
-
-        Among ranks with a free slot, enough pages and room in this step, choose by balance, the
-        longest cached prefix, the fewest rows, and the most free pages, in this order.
-        """
+        """Return the rank for the head of the queue and its cached prefix there, or None to wait:
+        with room in this step, by balance, longest cached prefix, fewest rows, and most free
+        pages."""
         able = [i for i, seats in enumerate(self.all) if has_room[i] and seats.free_slots]
         least = min((len(self.all[i].running) for i in able), default=0)
 

@@ -1,8 +1,5 @@
-"""Choose the rows of the next decode step and grant their pages.
-
-If pages suffice, all rows are planned together on the columns of the row table. Otherwise they are
-planned one by one in claim order, since each may make another row wait or be retracted.
-"""
+"""Choose the rows of the next decode step and grant their pages: all together on the columns of the
+row table if pages suffice, else one by one in claim order."""
 
 from __future__ import annotations
 
@@ -57,9 +54,8 @@ class DecodePlanner:
     def plan(self, *, step: int) -> Flight | None:
         """Return the next decode, or None if no row can run. Grants pages and may retract rows.
 
-        While a row that needs masks has an unread step, all rows wait. Its next tree can be
-        verified only after that step is read; if the others ran on, it would never share a step
-        with them again.
+        While a row that needs masks has an unread step, all rows wait: if the others ran on, it
+        would never share a step with them again.
         """
         running = self._running_rows()
         step_rows = running.take(self._table.may_decode(running.slots).nonzero()[0])
@@ -130,11 +126,8 @@ class DecodePlanner:
         return shared
 
     def _pending(self, slots: Ints, shape: SpeculativeConfig) -> tuple[int, ...]:
-        """Return each row's number of pending tokens for a draft prefill before this decode.
-
-        The draft prefill runs if the shape drafts, or if a plain decode would leave more pending
-        tokens than the drafter's limit. Otherwise the result is empty.
-        """
+        """Return each row's number of pending tokens for a draft prefill before this decode; empty
+        if the shape does not draft and leaves no more than the drafter's limit."""
         if not self._max_pending:
             return ()
         pending = self._table.pending[slots]
@@ -169,11 +162,8 @@ class DecodePlanner:
         return sorted(chosen, key=self._ranks.number_of)
 
     def _make_room(self, sequence: Sequence, tenancy: Tenancy) -> int:
-        """Return the pages that the row lacks for its next decode, retracting rows if necessary.
-
-        Retracts rows, possibly this one, until enough pages are free. It stops if waiting can help:
-        the row has unread steps, or ended rows will release pages when their steps are collected.
-        """
+        """Retract rows, possibly this one, until the pages that it lacks are free, and return them.
+        Stop if waiting can help: its own steps are unread, or ended rows will release pages."""
         unread = tenancy.rounds_in_flight
         (num_missing,) = self._table.pages_missing(np.array([tenancy.row.slot]), self._limits)
         seats = self._ranks.of(tenancy)

@@ -5,11 +5,9 @@
   request overtakes it. If other rows run, their and its needs for the next few steps must also fit.
 - Prompts are prefilled as soon as they arrive, but decoding rows wait for a bounded number of
   prompt tokens only (`prefill_room`).
-- A prefill step packs chunks in order of arrival until it is out of tokens or rows. While several
-  prompts wait, steps are short, so that the first need not wait for the last. A prompt that fills
-  many steps leaves half of each to shorter ones.
-- A decode row short of pages waits while a step in flight may help: its own unread steps, which
-  bound its length, or those of ended rows, which release pages. Otherwise the newest running
+- A prefill step packs chunks in order of arrival. While several prompts wait, steps are short, and
+  a prompt that fills many steps leaves half of each to shorter ones.
+- A decode row short of pages waits while a step in flight may help. Otherwise the newest running
   sequence of the lowest rank is retracted, since it waited least and loses least.
 """
 

@@ -1,8 +1,5 @@
-"""Apply step results to the rows of their plan.
-
-Most rows of a round take all of their ids and continue; they are processed together. Rows that end,
-may end, or have stop strings are processed one by one (`Sequence.absorb`).
-"""
+"""Apply step results to the rows of their plan: rows that take all of their ids and continue
+together, those that end, may end, or have stop strings one by one (`Sequence.absorb`)."""
 
 from __future__ import annotations
 
@@ -102,10 +99,8 @@ class StepRows:
         )
 
     def masked(self, num_tokens: Ints) -> tuple[Constraint | None, ...]:
-        """Return each row's grammar if it may restrict the row's next num_tokens tokens, else None.
-
-        The result is empty if no row needs a mask.
-        """
+        """Return each row's grammar if it may restrict the row's next num_tokens tokens, else None;
+        empty if no row needs a mask."""
         if not self.constraints:
             return ()
         needed = [
@@ -158,10 +153,8 @@ class RoundReader:
         self._finish = finish
 
     def read_round(self, flight: Flight, of_round: RoundResult, pieces: list[Piece]) -> None:
-        """Append a piece for each row that emitted and had not ended before.
-
-        Pieces read before a failure remain, since their ids are already counted.
-        """
+        """Append a piece for each row that emitted and had not ended before. Pieces read before a
+        failure remain, since their ids are already counted."""
         slots, counts, ids = flight.slots, of_round.num_emitted, of_round.ids
         is_live = ~self._table.ended[slots]
         # Chunks that emit nothing still carry these values for the prompt.

@@ -1,10 +1,8 @@
 """Per-row numbers that change with every step, as columns indexed by slot, for all data ranks.
 
-A step is planned and committed by a few operations on whole columns; Python loops only over rows
-that end, grow, or have a stop string. The table makes no decisions beyond sums and comparisons.
-
-A row was admitted with `fill` tokens and has since emitted `emitted` tokens. The root's KV is not
-written, so L, as far as read, is fill + emitted - 1, or `fill` while nothing was read.
+Python loops only over rows that end, grow, or have a stop string. A row was admitted with `fill`
+tokens and has since emitted `emitted` tokens. The root's KV is not written, so L, as far as read,
+is fill + emitted - 1, or `fill` while nothing was read.
 """
 
 from __future__ import annotations
@@ -96,11 +94,8 @@ class RowTable:
     # Planning.
 
     def may_decode(self, slots: Ints) -> Bools:
-        """Return whether each row's next decode can be dispatched, regardless of pages.
-
-        Its final chunk must be dispatched, so that the device knows the root. Each round in flight
-        and an unread root emit at least one token, and one more must remain.
-        """
+        """Return whether each row's next decode can be dispatched, regardless of pages: its final
+        chunk is, and after one token per round in flight and unread root one more must remain."""
         roots_due = self.emitted[slots] == 0
         return self.decodes[slots] & (self.rounds[slots] + roots_due < self.left[slots])
 

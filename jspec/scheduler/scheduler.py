@@ -3,9 +3,8 @@
 It alone owns sequences, slots and pages. It plans with upper bounds, because the device runs ahead
 of what the host has read. It knows no device, clock or asyncio. Plans run in order.
 
-Finish, abort and retraction follow one rule. The tenancy ends at once: its (slot, epoch) becomes
-stale and results for it are dropped. Slot and pages are released when the last dispatched step that
-names them has been collected.
+Finish, abort and retraction end a tenancy at once: its (slot, epoch) becomes stale and results for
+it are dropped. Slot and pages are released with the last dispatched step that names them.
 """
 
 from __future__ import annotations
@@ -136,9 +135,7 @@ class Scheduler:
 
     def end(self, request_id: str, *, why: str = ABORTED, is_slow: bool = False) -> Piece | None:
         """Abort a request and return its last piece with withheld text, or None if unknown.
-
-        is_slow: its reader left too many chunks unread.
-        """
+        is_slow: its reader left too many chunks unread."""
         sequence = self._sequences.get(request_id)
         if sequence is None:
             return None
@@ -217,11 +214,8 @@ class Scheduler:
     # Plans out.
 
     def plan(self) -> StepPlan | None:
-        """Return the next step, which counts as in flight from here on and must be dispatched.
-
-        Return None if nothing can be dispatched before a result is committed (overlap_depth steps
-        are unread, or every row waits for one) or a request is submitted.
-        """
+        """Return the next step, which counts as in flight from here on and must be dispatched; None
+        until a result is committed or a request is submitted."""
         if len(self._in_flight) > self._limits.scheduling.overlap_depth or self._num_lost:
             return None
         first, last = self._prefilling.packers(
@@ -269,11 +263,9 @@ class Scheduler:
         return tuple([piece.chunk() for piece in self.read(plan, result)])
 
     def read(self, plan: StepPlan, result: StepResult) -> list[Piece]:
-        """Apply the oldest step in flight; return a piece for each row and round that emitted.
-
-        Rounds after a row's end are dropped. Raises ResultError, without any change, for a result
-        out of order or of the wrong shape.
-        """
+        """Apply the oldest step in flight; return a piece for each row and round that emitted, up
+        to the row's end. Raises ResultError, without any change, for a result out of order or of
+        the wrong shape."""
         if self._num_lost:
             self._num_lost -= 1
             return []
@@ -330,16 +322,13 @@ class Scheduler:
     # Recovery from broken invariants.
 
     def contain(self, error: Exception, *, most: int) -> tuple[list[Piece], list[str]]:
-        """Recover from an error of `plan`, `read` or `end`.
+        """Recover from an error of `plan`, `read` or `end`: reset all slots and pages, and prefill
+        running requests again with their output. Steps in flight are lost; `plan` waits for them.
 
-        Slots and pages can no longer be trusted, so all are reset and running requests are
-        prefilled again with their output. The steps in flight are lost: `read` drops their results,
-        and `plan` waits for them.
-
-        Returns the pieces read before the error, and the requests to end. A request named by the
-        error ends at once, unless pages leaked, which may have caused the error. Otherwise the
-        requests that ran, or the next one to run, end once they were suspected `most` times. Raises
-        `error` if there was neither a suspect nor a piece twice in a row.
+        Returns the pieces read before the error, and the requests to end: one that the error names,
+        unless pages leaked, else the requests that ran, or the next one to run, once they were
+        suspected `most` times. Raises `error` if there was neither a suspect nor a piece twice in a
+        row.
         """
         pieces, self._pieces = self._pieces, []
         for piece in pieces:

@@ -1,8 +1,5 @@
-"""The scheduler's state of one request.
-
-A Sequence lives from submission to its last chunk. A Tenancy is its stay in a slot: retraction ends
-the tenancy, not the sequence. Both are mutable and owned by the scheduler.
-"""
+"""The scheduler's state of one request: a Sequence, from submission to its last chunk, and its
+Tenancy of a slot, which a retraction ends. Both are mutable and owned by the scheduler."""
 
 from __future__ import annotations
 
@@ -120,8 +117,8 @@ class Tenancy:
     def committed_len(self) -> int:
         """L as far as the host has read: KV of positions 0..L-1 is valid, the root is token L.
 
-        While the prefill is unread, this is the length of the fill, all of which will be written.
-        Afterwards it is one less than the known tokens, since the root's KV is not written.
+        It is the length of the fill while the prefill is unread, then one less than the known
+        tokens.
         """
         if not self.is_prefill_read:
             return len(self.fill_ids)
@@ -270,13 +267,13 @@ class Sequence:
         return self.fill_ids[: min(asked) + 1] if asked else self.fill_ids
 
     def absorb(self, ids: tuple[int, ...]) -> Cut:
-        """Cut one round's ids and append the rest to the output.
+        """Cut one round's ids and append the rest to the output: text, ids and counters derive from
+        this cut.
 
-        Ids are cut only here; text, ids and counters derive from this cut. The first rule that
-        applies decides: stop string, then stop token or EOS, then length. A stop token is kept as
-        an id without text (except for Request.shows), unless the text before it, flushed, ends in a
-        stop string. Stops are ignored in the first min_new_tokens tokens, except the EOS of a
-        grammar, which is allowed only where nothing else can follow.
+        The first rule that applies decides: stop string, then stop token or EOS, then length. A
+        stop token is kept as an id without text (except for Request.shows), unless the text before
+        it, flushed, ends in a stop string. Stops are ignored in the first min_new_tokens tokens,
+        except the EOS of a grammar where nothing else can follow.
         """
         num_out, low = self.num_emitted, self.request.sampling.min_new_tokens
         kept = ids[: self.num_tokens_left]

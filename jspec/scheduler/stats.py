@@ -22,7 +22,7 @@ class SchedulerStats:
     """A snapshot for metrics, over all data ranks.
 
     Totals are since the start and count committed ids only. Page counts without `window` are of the
-    full space. Free pages include cached ones that no row uses.
+    full space; free ones include unused cached ones.
     """
 
     num_running: int

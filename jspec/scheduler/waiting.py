@@ -8,8 +8,6 @@ request:
     caller   The caller with the fewest rows in slots; callers with equally many alternate.
              Retracted sequences go before all others of their rank, since they had a slot.
     arrival  First come, first served.
-
-So a new caller gets the next free slot, however many requests of another caller wait.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from jspec.server.control.request_spans import TraceParent
 from jspec.server.control.weight_endpoints import WeightEndpoints
 from jspec.server.hardening.body_budget import NUM_BODIES, BodyBudget
 from jspec.server.hardening.origins import OriginGuard
-from jspec.server.http import openapi
+from jspec.server.http import openapi, openapi_page
 from jspec.server.http.event_json import EventJson
 from jspec.server.http.exchange import (
     HANDLERS,
@@ -166,8 +166,8 @@ class Endpoints:
 
     async def docs(self, request: Request) -> Response:
         """GET /docs: this document as HTML."""
-        text = openapi.page(openapi.document(request.app.routes))
-        return HTMLResponse(text, headers={"Content-Security-Policy": openapi.PAGE_POLICY})
+        text = openapi_page.page(openapi.document(request.app.routes))
+        return HTMLResponse(text, headers={"Content-Security-Policy": openapi_page.PAGE_POLICY})
 
     async def health(self, _: Request) -> Response:
         """GET /health: 200 while the server is alive, also while the engine restarts."""

@@ -51,11 +51,8 @@ KEY_VARIABLE = "JSPEC_API_KEY"
 
 
 class EngineServer(uvicorn.Server):
-    """A uvicorn server that logs its start and shuts down in stages.
-
-    SIGTERM refuses new requests (503, as /ready does) and gives running ones shutdown_timeout
-    seconds. Any other signal, or a second one, ends the engine's streams immediately.
-    """
+    """A uvicorn server that logs its start. SIGTERM refuses new requests (503) and gives running
+    ones shutdown_timeout seconds; any other signal, or a second one, ends streams immediately."""
 
     def __init__(
         self, config: uvicorn.Config, *, service: Service, on_ready: Callable[[], None]

@@ -46,10 +46,10 @@ from jspec.server.http.streaming import (
 )
 from jspec.server.openai.chat_schema import ChatCall
 from jspec.server.server_args import ServerArgs
-from jspec.serving.chunk_stream import ChunkStream
 from jspec.serving.engine import Engine
 from jspec.serving.generation import INLINE_CHARS
 from jspec.serving.request_trace import Border, RequestTrace
+from jspec.serving.streams.chunk_stream import ChunkStream
 from jspec.text.intake import Prompt
 from jspec.text.spec_tokens import SpecTokenTracker
 from jspec.text.tokenizer.tokenizer import Tokenizer
@@ -175,10 +175,8 @@ class Service:
         received: float | None = None,  # time.monotonic() of the call's first byte
         return_text_in_logprobs: bool = False,
     ) -> Work:
-        """Queue all prompts of a call, or none.
-
-        Raises RequestError, QueueFullError or EngineClosedError before anything is queued.
-        """
+        """Queue all prompts of a call, or none. Raises RequestError, QueueFullError or
+        EngineClosedError before anything is queued."""
         started = time.monotonic()
         if self.is_shutting_down:
             raise EngineClosedError("the server is shutting down")

@@ -13,10 +13,8 @@ Result = TypeVar("Result")
 async def run_all(
     items: AsyncIterator[Item], run: Callable[[Item], Awaitable[None]], *, most: int
 ) -> None:
-    """Await run(item) for each item, at most `most` at a time. The first error cancels the others.
-
-    Items are taken only when they can run, so there may be any number of them.
-    """
+    """Await run(item) for each item, taken when it can run, at most `most` at a time. The first
+    error cancels the others."""
     taking = asyncio.Lock()
 
     async def work() -> None:

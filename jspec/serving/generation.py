@@ -19,8 +19,8 @@ from jspec.messages.response import Completion, TokenText
 from jspec.scheduler.pages import budget
 from jspec.scheduler.stats import SchedulerStats
 from jspec.serving.batch_progress import BatchProgress
-from jspec.serving.chunk_stream import ChunkStream
 from jspec.serving.gathering import run_all
+from jspec.serving.streams.chunk_stream import ChunkStream
 from jspec.serving.submission import Preparation
 from jspec.text.intake import (
     Ids,

@@ -52,10 +52,8 @@ class UpdateOptions(TypedDict, total=False):
 
 
 class LiveWeights:
-    """The weight operations of `jspec.Engine`, one at a time, with SGLang's names and answers.
-
-    A failed update changes nothing, and its error names everything that is wrong.
-    """
+    """The weight operations of `jspec.Engine`, one at a time, with SGLang's names and answers. A
+    failed update changes nothing, and its error names everything that is wrong."""
 
     def __init__(
         self, loop_thread: LoopThread, loop: EngineLoop, weights: Weights, *, max_loras: int = 0
@@ -263,9 +261,9 @@ class LiveWeights:
 
     async def async_unload_lora_adapter(self, lora_name: str) -> dict[str, Any]:
         """Refuse new requests for an adapter, and wait until its present requests have ended.
+        Returns the same as `async_load_lora_adapter`.
 
-        Returns the same as `async_load_lora_adapter`. Raises RequestError for an unknown name, or
-        if generation is paused and requests use the adapter, since they would never end.
+        Raises RequestError for an unknown name, or if generation is paused and requests use it.
         """
 
         async def run() -> dict[str, Any]:
@@ -299,8 +297,8 @@ class LiveWeights:
     ) -> list[Any]:
         """Return the first `truncate_size` rows of a checkpoint tensor as nested lists.
 
-        selector: target, draft, or None: the target's if it has that name, else the draft's. Raises
-        RequestError for an unknown name.
+        selector: target, draft, or None: the first that has that name. Raises RequestError for an
+        unknown name.
         """
         if type(truncate_size) is not int or truncate_size < 0:
             raise RequestError(

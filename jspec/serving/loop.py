@@ -34,12 +34,12 @@ from jspec.messages.protocols import Runner
 from jspec.messages.request import DEFAULT_VERSION, Request
 from jspec.scheduler.scheduler import ABORTED, Scheduler
 from jspec.scheduler.stats import SchedulerStats
-from jspec.serving.chunk_stream import ChunkStream
-from jspec.serving.mailbox import Mailbox
-from jspec.serving.readers import Readers
 from jspec.serving.recovery import MOST_LOSSES, Recovery, RestartLimits
 from jspec.serving.request_trace import FirstTokens, RequestTrace
 from jspec.serving.runner_calls import RunnerCalls, StepInFlight
+from jspec.serving.streams.chunk_stream import ChunkStream
+from jspec.serving.streams.mailbox import Mailbox
+from jspec.serving.streams.readers import Readers
 from jspec.serving.trace import BusyClock
 from jspec.serving.trace import TraceEvent as TraceEvent
 from jspec.serving.trace import TraceKind as TraceKind
@@ -54,10 +54,8 @@ async def call_here(function: Callable[[], None]) -> None:
 
 
 class EngineLoop:
-    """Runs `scheduler` against `runner`.
-
-    Call it from one event loop; its task starts on demand. Only streams may be used elsewhere.
-    """
+    """Runs `scheduler` against `runner`. Call it from one event loop; its task starts on demand.
+    Only streams may be used elsewhere."""
 
     def __init__(
         self,
@@ -123,9 +121,9 @@ class EngineLoop:
     ) -> list[ChunkStream]:
         """Queue the requests of one call, all or none, and return their chunk streams.
 
-        The queue time limit applies to the call: once one request has run, the others may wait
-        without limit; otherwise all expire. max_unread: unread chunks after which a request is
-        aborted. Raises RequestError, QueueFullError or EngineClosedError immediately.
+        The queue time limit applies until one request of the call has run. max_unread: unread
+        chunks after which a request is aborted. Raises RequestError, QueueFullError or
+        EngineClosedError.
         """
         if self._is_closing:
             raise self._closed_error(f"request {requests[0].request_id!r} came after it was closed")
@@ -166,10 +164,8 @@ class EngineLoop:
         self._wake.set()
 
     async def between_steps(self, update: Update) -> None:
-        """Await `update` while no step is in flight; no step is planned before it ends.
-
-        Raises its error, or EngineClosedError if the engine ends first.
-        """
+        """Await `update` while no step is in flight; no step is planned before it ends. Raises its
+        error, or EngineClosedError if the engine ends first."""
         if self._is_closing:
             raise self._closed_error("nothing runs between its steps")
         ended = self._update_gate.ask(update)
@@ -181,10 +177,8 @@ class EngineLoop:
         return self._weight_version
 
     def set_weight_version(self, version: str, *, renames: bool = False) -> None:
-        """Set the version of new weights or (`renames`) rename them. Call it in an update.
-
-        With new weights, rows return to the queue, and prompt and output are prefilled again.
-        """
+        """Set the version of new weights, for which rows return to the queue, or (`renames`) rename
+        them. Call it in an update."""
         if not renames:
             self._scheduler.fail()  # it loses nothing, since no step is in flight
         self._scheduler.set_weight_version(version, renames=renames)

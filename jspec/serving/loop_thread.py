@@ -26,11 +26,11 @@ WOULD_BLOCK = (
 
 
 class LoopThread:
-    """An event loop in a background thread, on which all of an engine's tasks run.
+    """An event loop in a background thread, on which all of an engine's tasks run, so that the
+    engine outlives a caller's asyncio.run.
 
-    On a caller's loop, the engine would end with the caller's asyncio.run. The thread starts with
-    the first call. Submitting work and requesting the stop hold one lock: work submitted before the
-    stop is finished, later work is refused.
+    The thread starts with the first call. Work submitted before the stop is finished, later work is
+    refused.
     """
 
     def __init__(
@@ -87,10 +87,8 @@ class LoopThread:
         return await self.call(run())
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run `work` on this loop and wait; interrupting the wait cancels the work.
-
-        Raises EngineClosedError if the loop is not running, RequestError on its own thread.
-        """
+        """Run `work` on this loop and wait; interrupting the wait cancels the work. Raises
+        EngineClosedError if the loop is not running, RequestError on its own thread."""
         if self._is_here():
             work.close()
             raise RequestError(WOULD_BLOCK)

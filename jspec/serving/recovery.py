@@ -1,7 +1,5 @@
-"""Restarts of a failed runner: number and pauses. It knows no request.
-
-A runner that works for a while regains all its attempts; one that keeps failing ends the engine.
-"""
+"""Restarts of a failed runner: number and pauses. A runner that works for a while regains all its
+attempts; one that keeps failing ends the engine."""
 
 from __future__ import annotations
 
@@ -51,10 +49,8 @@ class Recovery:
         *,
         is_closing: Callable[[], bool],
     ) -> None:
-        """Return once the runner works again or the engine is closing.
-
-        Raises RunnerError after the last attempt, EngineClosedError if it cannot be restarted.
-        """
+        """Return once the runner works again or the engine is closing. Raises RunnerError after the
+        last attempt, EngineClosedError if it cannot be restarted."""
         self.is_running = True
         try:
             while not is_closing():

@@ -21,10 +21,10 @@ from jspec.errors import QueueFullError
 from jspec.messages.request import Request, SamplingParams
 from jspec.messages.step_options import PLAIN, StepOption, StepOptions
 from jspec.scheduler.scheduler import ABORTED
-from jspec.serving.chunk_stream import ChunkStream
 from jspec.serving.live_weights import LiveWeights
 from jspec.serving.loop import EngineLoop
 from jspec.serving.loop_thread import LoopThread
+from jspec.serving.streams.chunk_stream import ChunkStream
 from jspec.text.grammar.grammars import Grammars
 
 POLL_SECONDS = 0.02  # between looks at a full queue

@@ -23,10 +23,8 @@ class WeightUpdateGate:
         return bool(self._waiting)
 
     def ask(self, update: Update) -> Awaitable[None]:
-        """Queue an update; the result ends with the update and raises its error.
-
-        Cancelling it drops an update that has not started; a started one cannot be undone.
-        """
+        """Queue an update; the result ends with the update and raises its error. Cancelling it
+        drops an update that has not started; a started one cannot be undone."""
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         done.add_done_callback(_heard)  # also if the caller no longer waits
         entry = (update, done)

@@ -1,8 +1,5 @@
-"""Accelerators as data: memory, rates and links of one device, by the name that users give.
-
-Only the H200's rates were measured (docs/benchmarks.md). The others are the vendors' figures; links
-and delays of TPUs are a model.
-"""
+"""Accelerators as data: memory, rates and links of one device, by the name that users give. The
+H200's rates were measured (docs/benchmarks.md); the others are the vendors', TPU links a model."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """A model that drafts a block of tokens in one forward, as hashable host data.
 
 Its queries are the root and a mask token for each further position. K and V of the committed text
-are made of the target's features; the text itself never runs through its layers. Its checkpoint's
-reader (`jspec/models/heads/block_config.py`) makes a BlockSpec.
+are made of the target's features; the text itself never runs through its layers.
 """
 
 from __future__ import annotations
@@ -44,10 +43,8 @@ class ConvolutionSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SelectorSpec:
-    """A selector (DFlash2): scores a row's `num_candidates` best tokens by the token before.
-
-    score(b, c) = logit(c) + <before(b) * hidden(h), after(c)>, vectors of `rank`
-    """
+    """A selector (DFlash2): rescores a row's `num_candidates` best tokens by the token before:
+    score(b, c) = logit(c) + <before(b) * hidden(h), after(c)>, vectors of `rank`."""
 
     rank: int
     num_candidates: int
@@ -55,10 +52,8 @@ class SelectorSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockSpec:
-    """A block drafter's model (DFlash, DSpark, DFlash2).
-
-    Each row of a block sees all rows of it, except in layers with a window if `causal_windows`.
-    """
+    """A block drafter's model (DFlash, DSpark, DFlash2). Each row of a block sees all rows of it,
+    except in layers with a window if `causal_windows`."""
 
     layer: ModelSpec  # its decoder layers; vocab_size is the target's V
     draft_vocab_size: int  # U

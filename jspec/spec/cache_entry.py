@@ -1,7 +1,7 @@
 """The cache of a layer as data, the only place that knows the layout of its arrays. No jax.
 
-An entry has the model's part of a layout and `CacheLayout` the engine's. A layer's cache on the
-device is the entry's one array, or a dict by name if it has several (`device.state.empty_caches`).
+An entry has the model's part of a layout, `CacheLayout` the engine's. On the device it is one
+array, or a dict by name (`device.state.empty_caches`).
 """
 
 from __future__ import annotations
@@ -57,10 +57,8 @@ class CacheEntry(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class KV:
-    """K and V of one token: num_heads kv heads (G), of dimensions qk_dim and v_dim.
-
-    Both are in one pool [num_pages, page_size, 2G, D] (kv_write/reference.py), as wide as K.
-    """
+    """K and V of one token, in one pool [num_pages, page_size, 2G, D] as wide as K
+    (kv_write/reference.py): num_heads kv heads (G), of dimensions qk_dim and v_dim."""
 
     num_heads: int
     qk_dim: int
@@ -90,9 +88,8 @@ class KV:
 class Latent:
     """The latent vector of one token, from which all heads' K and V follow (MLA, DeepSeek-V2).
 
-    A pool is [num_pages, page_size, rank + rope_dim]: the normed latent, then the rotated part of K
-    that all heads share. A layer with an indexer has a second one [num_pages, page_size,
-    index_dim] for the tokens' index keys, in the engine's dtype. Every shard has all of both.
+    A pool is [num_pages, page_size, rank + rope_dim]: the normed latent, then the rotated part of
+    K. An indexer has a second one [num_pages, page_size, index_dim]. Every shard has all of both.
     """
 
     rank: int
@@ -127,12 +124,12 @@ class Record(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """A recurrent state of one row, and the last step's data to fold into it.
+    """A recurrent state of one row, and the last step's data to fold into it
+    (delta_rule/reference.py).
 
-    Verification changes no state: `carried` is the state after the tokens folded so far, "pending"
-    f32[slots, N, pending_size] has the data of each node of the last step, and "path" i32[slots, M]
-    the accepted nodes, then -1. The row's next step folds these (delta_rule/reference.py). Every
-    shard has the part of its heads.
+    `carried` is the state after the tokens folded so far, "pending" f32[slots, N, pending_size] has
+    the data of each node of the last step, and "path" i32[slots, M] the accepted nodes, then -1.
+    Every shard has the part of its heads.
     """
 
     carried: tuple[Record, ...]

@@ -1,7 +1,6 @@
 """The caches of a model as data: groups of layers with the same entry and window.
 
-Pools are allocated from the groups of target and drafter. Groups are host data and hashable, since
-they key compiled programs. Groups that keep the same tokens form a page space: one allocator, one
+Groups key compiled programs. Groups that keep the same tokens form a page space: one allocator, one
 page table, one budget. The full space is first and always exists; without groups it only counts
 tokens.
 """
@@ -17,10 +16,8 @@ from jspec.spec.cache_entry import CacheEntry, CacheLayout, State, Unit, bytes_p
 
 @dataclass(frozen=True, slots=True)
 class CacheGroup:
-    """num_layers layers with equal entries.
-
-    A model's arrays are in the groups' order: two groups of 2 and 1 layers are arrays 0, 1, 2.
-    """
+    """num_layers layers with equal entries. Arrays are in the groups' order: two groups of 2 and 1
+    layers are arrays 0, 1, 2."""
 
     name: str
     num_layers: int

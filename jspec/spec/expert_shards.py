@@ -6,7 +6,8 @@ from dataclasses import fields, replace
 from typing import Any
 
 from jspec.errors import ConfigError
-from jspec.spec.model_spec import LayerSpec, ModelSpec, MoESpec
+from jspec.spec.layers.feed_forward import MoESpec
+from jspec.spec.model_spec import LayerSpec, ModelSpec
 
 
 def has_experts(spec: ModelSpec) -> bool:
@@ -36,9 +37,8 @@ def on_expert_shards(
 ) -> ModelSpec:
     """Return the model with every MoE's experts split over `shards` groups of devices.
 
-    data_shards: data ranks among which the groups are divided; 1: each rank has all experts.
-    spares: physical experts in addition to the model's, placed by a map; None: they are in the
-    model's order. Raises ConfigError if the number of physical experts is not divisible.
+    data_shards: data ranks among which the groups are divided. spares: physical experts beyond the
+    model's, placed by a map. Raises ConfigError if the physical experts cannot be divided.
     """
 
     def moe_on(moe: MoESpec) -> MoESpec:

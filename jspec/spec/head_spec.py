@@ -1,8 +1,5 @@
-"""A draft head as hashable host data: its inputs and how it joins them, layers and vocabulary.
-
-Slot i is of the pair (token i + 1, feature of position i). Parameter table, forward pass and caches
-derive from a HeadSpec.
-"""
+"""A draft head as hashable host data: its inputs and how it joins them, layers and vocabulary. Slot
+i is of the pair (token i + 1, feature of position i)."""
 
 from __future__ import annotations
 
@@ -165,10 +162,8 @@ def mtp_spec(
     own_head: bool = False,
     zeroes_first: bool = False,
 ) -> HeadSpec:
-    """Return layers for multi-token prediction, with the target's width and vocabulary.
-
-    Raises ConfigError for layers that cannot be recurrent.
-    """
+    """Return layers for multi-token prediction, with the target's width and vocabulary. Raises
+    ConfigError for layers that cannot be recurrent."""
     if recurrent:
         if chained or layer.num_layers != 1:
             raise ConfigError(

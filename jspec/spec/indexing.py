@@ -43,34 +43,25 @@ def chosen_position(seq_len: Index, depth: Index) -> Index:
 
 
 def draft_position(seq_len: Index, depth: Index) -> Index:
-    """Return the draft model's RoPE position of the token of a node at `depth`.
-
-    Draft slot i has the pair (token i + 1, feature i), so it is one less than in the target.
-    """
+    """Return the draft model's RoPE position of a node's token: one less than the target's, since
+    draft slot i has the pair (token i + 1, feature i)."""
     return seq_len + depth - 1
 
 
 def beam_slot(depth: int, *, topk: int, slots_before: int) -> int:
-    """Return the scratch slot of the first beam at `depth`; depths start at 1.
-
-    slots_before: scratch slots before all beams; 1 if the root has its own.
-    """
+    """Return the scratch slot of the first beam at `depth`, from 1. slots_before: scratch slots
+    before all beams; 1 if the root has its own."""
     return slots_before + (depth - 1) * topk
 
 
 def emitted_position(start: Index, row: Index) -> Index:
-    """Return the position of token `row` of a drafter's input that starts at position `start`.
-
-    It is the token's index, and its slot and RoPE position in a draft model.
-    """
+    """Return the position of token `row` of a drafter's input that starts at position `start`."""
     return start + row
 
 
 def lagged_start(seq_len: Index, lag: Index) -> Index:
-    """Return the first slot missing in a draft layer that lags by `lag`; also its RoPE position.
-
-    Its slot i has token i + lag + 1. L = 7, root t7: slot 6 has t7 with lag 0, slot 4 with lag 2.
-    """
+    """Return the first slot missing in a draft layer that lags by `lag`, which is its RoPE
+    position. L = 7, root t7: slot 6 has t7 with lag 0, slot 4 with lag 2."""
     return seq_len - lag
 
 
@@ -91,10 +82,8 @@ def num_pages(num_tokens: int, page_size: int) -> int:
 def reserved_tokens(
     committed: int, *, unread_rounds: int, num_steps: int, scratch_slots: int
 ) -> int:
-    """Return the positions that a row must own for a round with `unread_rounds` before it.
-
-    Each unread round commits at most M tokens; the new round writes its scratch after them.
-    """
+    """Return the positions that a row must own for a round with `unread_rounds` before it, each of
+    which commits at most M tokens; the new round writes its scratch after them."""
     return committed + unread_rounds * max_emitted(num_steps) + scratch_slots
 
 

@@ -12,9 +12,9 @@ ALL_MODULES = "all"  # SGLang's word for every module that can be adapted
 class LoRASpec:
     """Adapters (Hu et al., 2021): a product x W becomes x W + x A B, with each token's A and B.
 
-    The weights of all adapters are stacked: A [in, parts * width] and B [width, out] for each part
-    of a fused product. Adapter `slot`, from 1, has the columns (slot - 1) * rank to slot * rank of
-    each part. Slot 0 means no adapter and has no columns.
+    The weights are stacked: A [in, parts * width] and B [width, out] for each part of a fused
+    product. Adapter `slot`, from 1, has the columns (slot - 1) * rank to slot * rank; slot 0 is no
+    adapter.
     """
 
     num_loras: int

@@ -7,11 +7,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class YarnConfig:
-    """YaRN's scaling (Peng et al., 2023) of frequencies by RopeConfig.factor.
-
-    Dimension pairs that rotate more than `beta_fast` times over original_max_position keep their
-    frequency; below `beta_slow` rotations it is divided by the factor; between is a ramp.
-    """
+    """YaRN's scaling (Peng et al., 2023) of frequencies by RopeConfig.factor: none for pairs that
+    rotate more than `beta_fast` times over original_max_position, all below `beta_slow`, between a
+    ramp."""
 
     attention_factor: float  # factor of cos and sin
     beta_fast: float = 32.0

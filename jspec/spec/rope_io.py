@@ -1,9 +1,5 @@
-"""RoPE in configuration files: `rope_theta`, `rope_scaling`, `rope_parameters`.
-
-transformers 4 writes theta and a table `rope_scaling`; transformers 5 one table, `rope_parameters`,
-with theta in it. A new kind needs a function here, its entry in KINDS, and its arithmetic in
-layers/rope.
-"""
+"""RoPE in configuration files: `rope_theta`, `rope_scaling` (transformers 4), `rope_parameters` (5,
+with theta in it). A new kind needs a function here, its entry in KINDS, and layers/rope."""
 
 from __future__ import annotations
 
@@ -25,9 +21,8 @@ TABLES = ("rope_parameters", "rope_scaling")
 def read_rope(fields: Fields) -> RopeConfig:
     """Read one RoPE for all layers from all keys about it.
 
-    Like transformers 5, a non-empty `rope_scaling` replaces `rope_parameters`, and theta in the
-    chosen table has precedence. Raises ConfigError for an unsupported kind, CheckpointError for
-    contradicting tables.
+    A non-empty `rope_scaling` replaces `rope_parameters`. Raises ConfigError for an unsupported
+    kind, CheckpointError for a contradiction.
     """
     merged = _merged(fields)
     kind = merged.get("rope_type") or "default"
@@ -37,7 +32,7 @@ def read_rope(fields: Fields) -> RopeConfig:
             f"{fields.path}: rope type is {shown(nested or kind)}; expected "
             f"{' or '.join(repr(name) for name in KINDS)}, one for all layers"
         )
-    merged.refuse("partial_rotary_factor", allowed=(1, 1.0), why="RoPE turns whole heads here")
+    merged.refuse("partial_rotary_factor", allowed=(1, 1.0), why="RoPE rotates whole heads here")
     return KINDS[kind](merged)
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from jspec.spec.model_spec import FeedForward, LayerSpec, ModelSpec, MoESpec
+from jspec.spec.layers.feed_forward import FeedForward, MoESpec
+from jspec.spec.model_spec import LayerSpec, ModelSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,8 +1,5 @@
-"""Weight formats: the arrays in which a weight is stored, as data. No jax.
-
-A format specifies each array for a weight's logical shape [.., in, out]; `device/weights.py` has
-the arrays.
-"""
+"""Weight formats, as data: the arrays that store a weight of logical shape [.., in, out]. No
+jax."""
 
 from __future__ import annotations
 
@@ -41,11 +38,8 @@ class Dense:
 
 @dataclass(frozen=True, slots=True)
 class MXFP4:
-    """4-bit floats (e2m1) with a power of two for each `group` inputs (e8m0), for kernels.
-
-    A code has `parts` inputs, each of another group, so inputs are padded to `parts` groups;
-    device/mxfp4.py has the order.
-    """
+    """4-bit floats (e2m1) with a power of two for each `group` inputs (e8m0). A code has `parts`
+    inputs, each of another group; device/mxfp4.py has the order."""
 
     name: ClassVar[str] = "mxfp4"
     group: ClassVar[int] = 32

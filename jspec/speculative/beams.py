@@ -2,7 +2,7 @@
 
 Level 1's candidates come from the last advance. Levels 2..S take one draft forward each, over the K
 beams of the level before. A beam attends to the slots before the tree and to its own ancestors
-among the scratch slots, which stay in place when beams are re-ranked.
+among the scratch slots.
 """
 
 from __future__ import annotations

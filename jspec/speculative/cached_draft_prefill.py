@@ -1,8 +1,5 @@
-"""State by slot that derives from token ids, for rows with a cached prefix.
-
-No forward runs over a cached prefix. Before the prefill that admits the row, this step fills the
-penalties' counts and the ids that some drafters keep (scheduler/prefill_planner.py).
-"""
+"""State by slot that derives from token ids, for rows with a cached prefix, over which no forward
+runs: the penalties' counts and the ids of some drafters. It runs before the row's first prefill."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
-"""Draft candidates: the K best next tokens after a position, ranked with shared noise.
-
-The ranking is log_softmax(draft logits + T * g(s, p, v)) with the noise that verification uses at
-that position, so a draft predicts the target's choice given the same noise.
-"""
+"""Draft candidates: the K best next tokens after a position, by log_softmax(draft logits + T * g(s,
+p, v)), with the noise that verification uses at that position."""
 
 from __future__ import annotations
 

@@ -4,8 +4,7 @@
     advance   emitted tokens and the target's features -> caches and state for the next propose
 
 `advance` serves prompt chunks, verified tokens and resumed rows alike. It receives each token with
-the target's feature at that token; a drafter that pairs a feature with another token (EAGLE) does
-that shift itself.
+the target's feature at that token; a drafter that pairs others (EAGLE) shifts them itself.
 """
 
 from __future__ import annotations
@@ -150,10 +149,8 @@ def with_next_ids(emitted: Emitted) -> TokenRows:
 
 
 def last_two(emitted: Emitted) -> TokenRows:
-    """Return the last emitted token of each row that verified a chain, and the token after it.
-
-    `propose` has written the draft KV of the earlier tokens to their final slots. (Under simulated
-    acceptance the emitted tokens differ from the drafts, so this KV is wrong.)
+    """Return the last emitted token of each row that verified a chain, and the token after it:
+    `propose` has written the draft KV of the earlier ones (not under simulated acceptance).
 
     In:  a chain of S = 2, L = 7: one row accepts a1 a2 with bonus y, another none with bonus z
     Out: token_ids a2 y | t7 z, positions 9 10 | 7 8, last [1, 3]; t7 a1 of row 0 exist already

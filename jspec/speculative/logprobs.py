@@ -1,8 +1,5 @@
-"""Log-probabilities of emitted tokens and of prompts.
-
-A verification reduces one depth of the accepted path at a time, and a prompt is reduced in slices,
-so no [B, N, V] or [T, V] array is made in addition to the step's logits.
-"""
+"""Log-probabilities of emitted tokens and of prompts, reduced one depth of the accepted path or one
+slice of a prompt at a time: no [B, N, V] or [T, V] array is made besides the step's logits."""
 
 from __future__ import annotations
 

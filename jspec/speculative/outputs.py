@@ -49,11 +49,11 @@ def prefill_output(
     hidden: Float[Array, "_ E"],
     prompt_lens: Int[Array, "R"],
 ) -> Int[Array, "R 2"]:
-    """Pack a prefill's results: i32[R, 2], with the root after a final chunk.
+    """Pack a prefill's results: i32[R, 2], with the root after a final chunk. logits: at each
+    chunk's last token.
 
     With log-probabilities or hidden states there are R + T wider entries: those of the roots, then
-    those of the packed tokens; `hidden` must then have all tokens. logits: at each chunk's last
-    token.
+    those of the packed tokens; `hidden` must then have all tokens.
     """
     extras = {StepOption.LOGPROBS, StepOption.HIDDEN}.intersection(options)
     of_roots = {"num_emitted": batch.is_final, "emitted_ids": roots[:, None]}

@@ -1,8 +1,5 @@
-"""Rescoring of a finished text: plain decoding's choice after each of its prefixes.
-
-This is what a verification must reproduce. It runs one row, a chunk per call, in its own pools,
-with the same forward, penalties and choice as a step, but without tree or drafter.
-"""
+"""Rescoring of a finished text: plain decoding's choice after each of its prefixes. It runs one
+row, a chunk per call, in its own pools, like a step without tree or drafter."""
 
 from __future__ import annotations
 

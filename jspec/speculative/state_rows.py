@@ -35,11 +35,8 @@ def _granted(table: jax.Array, grants: jax.Array) -> jax.Array:
 
 
 def admit(state: EngineState, batch: PrefillBatch) -> EngineState:
-    """Write the state of new rows; a chunk that admits no row writes to the dummy slot.
-
-    A row starts without pages in a window's space. The counts of a row with a cached prefix are
-    already set (`cached_draft_prefill_step`).
-    """
+    """Write the state of new rows; a chunk that admits no row writes to the dummy slot. The counts
+    of a row with a cached prefix are already set (`cached_draft_prefill_step`)."""
     to = batch.admitted
     uncounted = jnp.where(batch.starts == 0, to, 0)
     rows = state.rows

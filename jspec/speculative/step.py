@@ -1,10 +1,11 @@
-"""The device functions of speculative decoding.
+"""The device functions of speculative decoding, pure: (program, params, state, batch) -> (state',
+output).
 
     prefill_step         write the KV of a prompt chunk per row; after the last one, sample the root
     speculative_step     propose -> score -> settle -> advance: emits 1 to S + 1 tokens per row
                          (cut_step.py splits it into three programs for rows with a grammar)
     speculative_rounds   several such steps in sequence, without the host
-
+|
     propose   the drafter guesses a tree of N - 1 tokens after the root
     score     one target forward over all N nodes
     settle    choose the target's token at every node; from the root, walk to the child that equals
@@ -12,8 +13,7 @@
     advance   give the drafter the emitted tokens and the target's features at them
 
 A plain step of an engine with a drafter skips propose and leaves advance pending (`pending.defer`).
-All functions are pure: (program, params, state, batch) -> (state', output). There is one code path:
-a chain is a tree with K = 1, plain decoding a tree of one node, greedy is temperature 0.
+A chain is a tree with K = 1, plain decoding a tree of one node, greedy is temperature 0.
 """
 
 from __future__ import annotations
@@ -83,11 +83,8 @@ class StepProgram:
 def speculative_step(
     program: StepProgram, params: dict[str, Params], state: EngineState, batch: DecodeBatch
 ) -> tuple[EngineState, Int[Array, "B M1"]]:
-    """Run one verification for each row of the batch.
-
-    params: {"target": ..., "draft": ...}. Returns the next state and the packed
-    `outputs.decode_output`: i32[B, 1 + M], or wider with log-probabilities or hidden states.
-    """
+    """Run one verification for each row of the batch. params: {"target": ..., "draft": ...}. Return
+    the next state and the packed `outputs.decode_output`."""
     state, tree = propose_tree(program, params, state, batch)
     state, scored = score_tree(program, params, state, batch.slots, tree, shared=batch.shared)
     return settle_tree(program, params, state, batch.slots, tree, scored)

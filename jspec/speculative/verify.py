@@ -1,8 +1,5 @@
-"""Verification: one target forward over the tree, then acceptance.
-
-Simulated acceptance, a static option for speed measurements that no request can set, replaces the
-accepted path after all the work of a real step.
-"""
+"""Verification: one target forward over the tree, then acceptance. Simulated acceptance, a static
+option for speed measurements, replaces the accepted path after all the work of a real step."""
 
 from __future__ import annotations
 
@@ -96,9 +93,8 @@ def choose_at_nodes(
 ) -> Int[Array, "B N"]:
     """Return the target's token at every node.
 
-    filtered: apply top-k, top-p and min-p
-    seen: None skips penalties, bias and the minimum length
-    allowed: bit mask of the tokens that a grammar allows after each node; None: all
+    filtered: apply top-k, top-p and min-p. seen: None: no penalties, bias or minimum length.
+    allowed: bit mask of a grammar's tokens after each node.
     """
     raw = logits
     positions = indexing.chosen_position(rows.seq_lens[:, None], tree.depths)
@@ -136,10 +132,8 @@ def settle(
     ops: Ops,
     groups: tuple[CacheGroup, ...] = (),
 ) -> tuple[KVPool, Verified]:
-    """Walk the tree and commit the accepted path. features: [B, N, .], by node.
-
-    groups: the cache groups of `kv`; if empty, all of it is KV in the full page space.
-    """
+    """Walk the tree and commit the accepted path. features: [B, N, .], by node. groups: the cache
+    groups of `kv`; if empty, all of it is KV in the full page space."""
     drafts = rows.sampling.speculative > 0
     node_path, num_accepted = accept_tree(
         tree, target_ids, num_levels=draft_shape.depth, may_accept=drafts
@@ -178,11 +172,8 @@ def commit_path(
     groups: tuple[CacheGroup, ...],
     is_chain: bool,
 ) -> KVPool:
-    """Commit the accepted path in every layer's cache.
-
-    In each page space the path's records move to the slots after L; those of a chain are already
-    there. Recurrent layers store the path, which the next step folds into their state.
-    """
+    """Commit the accepted path in every layer's cache: its records move to the slots after L, where
+    a chain's already are. Recurrent layers store the path, which the next step folds."""
     caches = list(kv)
     kinds: dict[tuple[int | None, type[CacheEntry]], list[int]] = {}
     for i, group in enumerate(groups_of_layers(groups)):
@@ -202,11 +193,8 @@ def commit_path(
 
 
 def simulated_drafts(rows: StepBatch, *, mean_emitted: float) -> Int[Array, "B"]:
-    """Return the number of drafts to accept per row, so that rows emit `mean_emitted` on average.
-
-    The fraction of `mean_emitted` is the probability of one more, by a hash of the row's seed and
-    L.
-    """
+    """Return the number of drafts to accept per row, so that rows emit `mean_emitted` on average:
+    the fraction is the probability of one more, by a hash of the row's seed and L."""
     whole = math.floor(mean_emitted)
     odds = math.floor((mean_emitted - whole) * 2**32)
     bits, _ = noise.position_key(rows.sampling.seed, rows.seq_lens)

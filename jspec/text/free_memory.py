@@ -1,8 +1,5 @@
-"""Return of freed memory to the operating system.
-
-While encoding, a tokenizer uses a hundred times the text's size, and glibc keeps the freed memory
-in that thread's arena: after 10 MB of text the process kept 950 MB.
-"""
+"""Return of freed memory to the operating system: glibc keeps what a tokenizer freed (a hundred
+times the text's size) in the arena of its thread."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
-"""Intake: turns user input into Requests with tokenized prompts, checked ids and fixed seeds.
-
-It knows the vocabulary but not queues or pools. Text that is too long for any tokenization is
-refused before it is tokenized.
-"""
+"""Intake: turns user input into Requests with tokenized prompts, checked ids and fixed seeds. Text
+that is too long for any tokenization is refused before it is tokenized."""
 
 from __future__ import annotations
 
@@ -255,10 +252,7 @@ class Intake:
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> tuple[tuple[int, ...], SamplingParams]:
         """Return a chat's ids and sampling; max_new_tokens defaults to the rest of the context.
-
-        The template adds special tokens. Raises RequestError for messages that are invalid or that
-        the template refuses.
-        """
+        Raises RequestError for messages that are invalid or that the template refuses."""
         checked = check_messages(messages)
         sampling = self.sampling(sampling_params)
         if self._chat_templates is None:
@@ -288,10 +282,8 @@ class Intake:
     def encode(
         self, text: str, *, add_special_tokens: bool = True, emits_nothing: bool = False
     ) -> tuple[int, ...]:
-        """Return the ids of a prompt. Raises RequestError if it is invalid or too long.
-
-        emits_nothing: no token follows, so the prompt may fill the context.
-        """
+        """Return the ids of a prompt. emits_nothing: no token follows, so the prompt may fill the
+        context. Raises RequestError if it is invalid or too long."""
         if self._tokenizer is None:
             raise RequestError(f"the prompt is text; {NO_TOKENIZER} input_ids")
         longest = self._tokenizer.max_chars_per_token

@@ -68,10 +68,8 @@ class TokenizedStream:
         return None if tables is None else tables.watch(self._matcher.automaton)
 
     def push(self, ids: tuple[int, ...], *, allow_stop: bool = True) -> TextCut:
-        """Append ids one by one, to find the exact id that completes a stop string.
-
-        Ids after a match are not kept. Raises RuntimeError after flush.
-        """
+        """Append ids one by one, to find the exact id that completes a stop string. Ids after a
+        match are not kept. Raises RuntimeError after flush."""
         if self._flushed:
             raise RuntimeError(f"push of {ids} came after flush; expected no more ids")
         if self._matched is not None:
@@ -98,7 +96,7 @@ class TokenizedStream:
         """Return the text still held back, or "" after a match or another flush.
 
         An incomplete character, or a run of byte tokens, becomes text only here, and may complete a
-        stop string: the text is then cut and `matched` set.
+        stop string.
         """
         if self._flushed or self._matched is not None:
             self._flushed = True

@@ -26,13 +26,9 @@ from jspec.models.registry import table_of
 from jspec.pallas_kernels.kv_write.api import Rotation
 from jspec.pallas_kernels.kv_write.reference import rotate_and_split
 from jspec.pallas_kernels.ops import Ops
-from jspec.spec.model_spec import (
-    AttentionSpec,
-    LatentAttentionSpec,
-    LayerSpec,
-    ModelSpec,
-    MoESpec,
-)
+from jspec.spec.layers.attention import AttentionSpec, LatentAttentionSpec
+from jspec.spec.layers.feed_forward import MoESpec
+from jspec.spec.model_spec import LayerSpec, ModelSpec
 from jspec.spec.sandwich import SandwichSpec
 
 Backend = Literal["cudnn", "xla"]

@@ -1,8 +1,7 @@
 """The training loop of targets and draft heads: AdamW, schedule, EMA, checkpoints, progress lines.
 
-The schedule runs on progress, the larger of step / num_steps and time used / budget, so a run with
-a time budget still ends with its learning rate decayed. Without a budget the state after n steps is
-a function of (initial state, seed, n) alone, and a resumed run repeats it bit for bit.
+The schedule runs on the larger of step / num_steps and time used / budget. Without a budget the
+state after n steps is a function of (initial state, seed, n) alone, also of a resumed run.
 """
 
 from __future__ import annotations

@@ -15,7 +15,8 @@ from jspec.spec import indexing
 from jspec.spec.cache_entry import KV
 from jspec.spec.cache_groups import CacheGroup, groups_of_layers, page_spaces
 from jspec.spec.head_spec import default_aux_layer_ids, eagle3_spec
-from jspec.spec.model_spec import ModelSpec, MoESpec, cache_groups, uniform_decoder
+from jspec.spec.layers.feed_forward import MoESpec
+from jspec.spec.model_spec import ModelSpec, cache_groups, uniform_decoder
 from tests.support.flat_limits import flat_limits, with_limits
 
 

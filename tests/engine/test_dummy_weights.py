@@ -23,7 +23,7 @@ from jspec.models.layer_params import expert_params, lm_head
 from jspec.models.params import INTEGERS, Init, ParamSpec
 from jspec.models.placement import Tables, abstract_params, param_specs
 from jspec.models.registry import family_named, table_of
-from jspec.spec.model_spec import MoESpec
+from jspec.spec.layers.feed_forward import MoESpec
 from tests.support.tiny_models import tiny_draft_config, tiny_target_config
 
 TARGET = tiny_target_config()

@@ -20,8 +20,9 @@ from jspec.engine.weights.checkpoint_info import describe
 from jspec.engine.weights.loading import LoadedModels
 from jspec.errors import CheckpointError, ConfigError
 from jspec.messages.weight_update import ArrayUpdate, DiskUpdate
-from jspec.models.files.stored import value_at
-from jspec.spec.model_spec import DeltaNetSpec, HeadGate
+from jspec.models.files.stored.tensors import value_at
+from jspec.spec.layers.attention import HeadGate
+from jspec.spec.layers.delta_net import DeltaNetSpec
 from jspec.spec.weight_format import Op, num_bytes
 from tests.models.dense_forward import dense_forward
 from tests.models.fp8_checkpoints import (

@@ -20,7 +20,8 @@ from jspec.errors import ConfigError
 from jspec.models.registry import table_of
 from jspec.spec.accelerators import read_devices
 from jspec.spec.expert_shards import on_expert_shards
-from jspec.spec.model_spec import ModelSpec, MoESpec, cache_groups
+from jspec.spec.layers.feed_forward import MoESpec
+from jspec.spec.model_spec import ModelSpec, cache_groups
 from tests.support.tiny_models import TinyPair, tiny_target_config, write_tiny_pair
 
 H200 = read_devices("--devices", "8xH200")

@@ -23,7 +23,7 @@ from jspec.engine.weights.weight_checks import is_finite
 from jspec.engine.weights.weight_switch import SameAs, SwitchError, switch_leaves
 from jspec.errors import CheckpointError, ConfigError, EngineClosedError, RequestError
 from jspec.messages.weight_update import AdapterUpdate, ArrayUpdate, DiskUpdate, Model
-from jspec.models.files.stored import stored_tensors
+from jspec.models.files.stored.tensors import stored_tensors
 from jspec.models.files.tensor_files import HostArray
 from jspec.models.heads.eagle3 import save_eagle3
 from jspec.models.heads.head_params import head_params

@@ -41,7 +41,7 @@ from benchmarks.tpu_programs import (
 from benchmarks.workloads import WORKLOADS
 from jspec.pallas_kernels.attention.tpu import MAX_QUERIES_PER_ROW
 from jspec.pallas_kernels.experts.tpu import choose_tile_m
-from jspec.spec.model_spec import MoESpec
+from jspec.spec.layers.feed_forward import MoESpec
 from tests.engine.step_watch import BOUNDS, dump_environment, inner_loops, over_bounds
 
 LAYERS = 2

@@ -24,13 +24,17 @@ from jspec.engine.weights.loading import BUNDLED, load_models, resolve_paths
 from jspec.engine.weights.weight_stream import put_on, stream
 from jspec.errors import CheckpointError, ConfigError
 from jspec.models.files.checkpoint import load_model_spec, load_target, save_target
-from jspec.models.files.stored import ParamRead, param_reads, stored_tensors
+from jspec.models.files.stored.param_reads import ParamRead, param_reads
+from jspec.models.files.stored.tensors import stored_tensors
 from jspec.models.files.tensor_files import HostArray, open_tensors, write_checkpoint
 from jspec.models.layer_params import dense_params, expert_params
 from jspec.models.params import ParamSpec, ParamTable
 from jspec.models.placement import place_of
 from jspec.models.registry import table_of
-from jspec.spec.model_spec import AttentionSpec, DeltaNetSpec, Mixer, MoESpec, uniform_decoder
+from jspec.spec.layers.attention import AttentionSpec
+from jspec.spec.layers.delta_net import DeltaNetSpec
+from jspec.spec.layers.feed_forward import MoESpec
+from jspec.spec.model_spec import Mixer, uniform_decoder
 from tests.models.random_params import assert_same, random_params, value_at
 
 GOLDEN = Path(__file__).parents[1] / "golden"

@@ -9,7 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from jspec.layers.rope import inverse_frequencies
-from jspec.spec.model_spec import DeltaNetSpec, IndexerSpec, LatentAttentionSpec
+from jspec.spec.layers.attention import IndexerSpec, LatentAttentionSpec
+from jspec.spec.layers.delta_net import DeltaNetSpec
 
 EPS = 1e-6  # of the layer's norms and of l2 norms
 F64 = npt.NDArray[np.float64]

@@ -18,7 +18,7 @@ from jspec.models.placement import init_params
 from jspec.pallas_kernels.kv_write.api import Rotation
 from jspec.pallas_kernels.kv_write.reference import rotate, rotate_and_split
 from jspec.pallas_kernels.ops import Ops
-from jspec.spec.model_spec import AttentionSpec, HeadGate
+from jspec.spec.layers.attention import AttentionSpec, HeadGate
 
 SPEC = AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=6, qkv_bias=True)
 

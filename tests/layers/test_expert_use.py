@@ -5,17 +5,11 @@ from __future__ import annotations
 import jax.numpy as jnp
 import numpy as np
 
-from jspec.layers.expert_use import (
-    ExpertCounter,
-    ExpertUse,
-    MoETokens,
-    copies_of,
-    expert_counts,
-)
+from jspec.layers.expert_use import ExpertCounter, ExpertUse, MoETokens, copies_of, expert_counts
 from jspec.layers.linear import Shard
 from jspec.layers.moe import moe, route
 from jspec.pallas_kernels.ops import Ops
-from jspec.spec.model_spec import MoESpec
+from jspec.spec.layers.feed_forward import MoESpec
 from tests.layers.test_moe import INNER, TOP, X, drawn, tokens
 
 IS_REAL = jnp.array([True, False, True, True])

@@ -20,13 +20,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jspec.models.decoder_params import mixer_params
-from jspec.models.files.stored import value_at
+from jspec.models.files.stored.tensors import value_at
 from jspec.models.params import Init
 from jspec.models.placement import init_params, nested
 from jspec.pallas_kernels.delta_rule import reference
 from jspec.pallas_kernels.delta_rule.reference import CARRIED, load_snapshots, save_snapshots
 from jspec.pallas_kernels.ops import Ops, ReferenceOps
-from jspec.spec.model_spec import DeltaNetSpec, IndexerSpec, LatentAttentionSpec, Mixer
+from jspec.spec.layers.attention import IndexerSpec, LatentAttentionSpec
+from jspec.spec.layers.delta_net import DeltaNetSpec
+from jspec.spec.model_spec import Mixer
 from tests.layers.mixer_reference import delta_reference, latent_reference
 from tests.layers.mixer_rows import (
     CHUNK,

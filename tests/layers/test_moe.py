@@ -18,7 +18,7 @@ from jspec.layers.moe import moe, route
 from jspec.pallas_kernels.bundles import OPS
 from jspec.pallas_kernels.ops import Ops
 from jspec.spec.axes import MODEL
-from jspec.spec.model_spec import DenseSpec, Gate, MoESpec, Routing
+from jspec.spec.layers.feed_forward import DenseSpec, Gate, MoESpec, Routing
 
 E, X, INNER, TOP = 6, 5, 4, 2
 

@@ -16,7 +16,8 @@ from jspec.layers.norm import norm
 from jspec.models.decoder import trunk
 from jspec.models.layer import LayerSettings, Params, run_layer
 from jspec.pallas_kernels.ops import Ops
-from jspec.spec.model_spec import AttentionSpec, ModelSpec
+from jspec.spec.layers.attention import AttentionSpec
+from jspec.spec.model_spec import ModelSpec
 
 
 def of_all_keys(_: AttentionSpec) -> Attend:

@@ -22,7 +22,7 @@ from jspec.errors import JspecError
 from jspec.files.json_files import read_fields
 from jspec.models.decoder import Decoder
 from jspec.models.files.checkpoint import load_model_spec, load_target
-from jspec.models.files.stored import on_host
+from jspec.models.files.stored.param_reads import on_host
 from jspec.models.heads.assistant import (
     Assistant,
     check_assistant,

@@ -15,7 +15,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jspec.errors import CheckpointError, ConfigError
-from jspec.models.files.stored import stored_tensors
+from jspec.models.files.stored.tensors import stored_tensors
 from jspec.models.heads.eagle1 import check_eagle1, load_eagle1, load_eagle1_config
 from jspec.models.heads.feature_head import FeatureHead
 from jspec.models.heads.head_params import head_params

@@ -16,7 +16,8 @@ from safetensors.numpy import save_file
 from jspec.errors import CheckpointError, ConfigError
 from jspec.models.heads.eagle3_config import eagle3_config_json, load_eagle3_config
 from jspec.spec.head_spec import FeatureNorm, HeadSpec, eagle3_spec
-from jspec.spec.model_spec import DenseSpec, ModelSpec, uniform_decoder
+from jspec.spec.layers.feed_forward import DenseSpec
+from jspec.spec.model_spec import ModelSpec, uniform_decoder
 from jspec.spec.rope import RopeConfig
 
 SIZES: dict[str, Any] = {

@@ -21,7 +21,7 @@ from jspec.engine.weights.served_weights import ServedWeights
 from jspec.messages.weight_update import ArrayUpdate, DiskUpdate
 from jspec.models.files import stored
 from jspec.models.files.checkpoint import load_model_spec
-from jspec.models.files.stored import param_reads
+from jspec.models.files.stored.param_reads import param_reads
 from jspec.models.files.tensor_files import StoredFile, Tensors, open_tensors
 from jspec.models.params import ParamSpec, with_expert_map
 from jspec.models.registry import table_of

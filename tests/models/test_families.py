@@ -25,11 +25,8 @@ from jspec.pallas_kernels.attention.api import AttentionMetadata
 from jspec.pallas_kernels.bundles import OPS
 from jspec.pallas_kernels.kv_write.api import Rotation
 from jspec.pallas_kernels.kv_write.reference import rotate_and_split
-from jspec.spec.model_spec import (
-    AttentionSpec,
-    ModelSpec,
-    cache_groups,
-)
+from jspec.spec.layers.attention import AttentionSpec
+from jspec.spec.model_spec import ModelSpec, cache_groups
 from tests.models.random_params import assert_same
 from tests.support.caches import accept_chain, empty_pools
 from tests.support.golden_arrays import arrays_of

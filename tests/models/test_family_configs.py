@@ -12,16 +12,10 @@ import pytest
 from jspec.errors import CheckpointError, ConfigError, JspecError
 from jspec.models.files.checkpoint import load_model_spec
 from jspec.models.registry import family_named
-from jspec.spec.model_spec import (
-    AttentionSpec,
-    DeltaNetSpec,
-    DenseSpec,
-    HeadGate,
-    LayerSpec,
-    ModelSpec,
-    MoESpec,
-    Routing,
-)
+from jspec.spec.layers.attention import AttentionSpec, HeadGate
+from jspec.spec.layers.delta_net import DeltaNetSpec
+from jspec.spec.layers.feed_forward import DenseSpec, MoESpec, Routing
+from jspec.spec.model_spec import LayerSpec, ModelSpec
 from jspec.spec.rope import RopeConfig
 from tests.speculative.mtp_checkpoints import QWEN3_5_27B, QWEN3_NEXT_80B
 
@@ -298,7 +292,7 @@ def test_qwen3_5(tmp_path: Path) -> None:
         ({"norm_topk_prob": False}, "norm_topk_prob is False; expected True"),
         ({"mlp_only_layers": [1]}, r"mlp_only_layers is \[1\]; expected \[\]: all layers"),
         ({"tie_word_embeddings": True}, "tie_word_embeddings is False, and in text_config True"),
-        ({"partial_rotary_factor": 0.1, "rope_parameters": None}, "RoPE turns 25 numbers"),
+        ({"partial_rotary_factor": 0.1, "rope_parameters": None}, "RoPE rotates 25 dimensions"),
         ({"rope_parameters": {"rope_type": "longrope", "factor": 2.0}}, "rope type is 'longrope'"),
     ],
 )

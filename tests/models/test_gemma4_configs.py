@@ -19,7 +19,8 @@ from jspec.errors import JspecError
 from jspec.models.files.checkpoint import load_model_spec, load_target
 from jspec.models.registry import family_named, table_of
 from jspec.spec.cache_entry import KV
-from jspec.spec.model_spec import DenseSpec, ModelSpec, MoESpec, cache_groups
+from jspec.spec.layers.feed_forward import DenseSpec, MoESpec
+from jspec.spec.model_spec import ModelSpec, cache_groups
 from jspec.spec.rope import RopeConfig
 from jspec.spec.sandwich import SandwichSpec, cache_indices
 from tests.models.random_params import assert_same

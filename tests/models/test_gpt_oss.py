@@ -21,26 +21,19 @@ from jspec.device.weights import dense
 from jspec.engine.weights.resident_formats import Wanted, resident_formats
 from jspec.errors import CheckpointError, ConfigError
 from jspec.models.families.gpt_oss import expert_params
-from jspec.models.files.checkpoint import (
-    load_model_spec,
-    load_target,
-    save_target,
-)
+from jspec.models.files.checkpoint import load_model_spec, load_target, save_target
 from jspec.models.files.mxfp4 import E2M1
-from jspec.models.files.stored import check_names, on_host, param_reads, stored_tensors
+from jspec.models.files.stored.layouts import check_names
+from jspec.models.files.stored.param_reads import on_host, param_reads
+from jspec.models.files.stored.tensors import stored_tensors
 from jspec.models.files.tensor_files import open_tensors
 from jspec.models.layer import Params
 from jspec.models.params import with_formats
 from jspec.models.placement import nested
 from jspec.models.registry import family_named, table_of
-from jspec.spec.model_spec import (
-    AttentionSpec,
-    Gate,
-    LayerSpec,
-    ModelSpec,
-    MoESpec,
-    Routing,
-)
+from jspec.spec.layers.attention import AttentionSpec
+from jspec.spec.layers.feed_forward import Gate, MoESpec, Routing
+from jspec.spec.model_spec import LayerSpec, ModelSpec
 from jspec.spec.rope import RopeConfig, YarnConfig
 from jspec.spec.weight_format import Formats
 from tests.models.random_params import assert_same, random_params

@@ -28,16 +28,13 @@ from jspec.models.registry import table_of
 from jspec.pallas_kernels.attention.api import AttentionMetadata
 from jspec.pallas_kernels.bundles import OPS
 from jspec.pallas_kernels.experts import tuning
-from jspec.pallas_kernels.gated_mlp.gpu import (
-    LEAST_TOKENS,
-    LEAST_TOKENS_OF_PROMPTS,
-    gated_product,
-)
+from jspec.pallas_kernels.gated_mlp.gpu import LEAST_TOKENS, LEAST_TOKENS_OF_PROMPTS, gated_product
 from jspec.pallas_kernels.gated_mlp.tuning import GatedTuning
 from jspec.pallas_kernels.ops import Ops
 from jspec.spec.cache_entry import FP8
 from jspec.spec.head_spec import eagle3_spec
-from jspec.spec.model_spec import ModelSpec, MoESpec, cache_groups, cached_in, uniform_decoder
+from jspec.spec.layers.feed_forward import MoESpec
+from jspec.spec.model_spec import ModelSpec, cache_groups, cached_in, uniform_decoder
 from tests.pallas_kernels.chips import needs_mosaic_gpu
 from tests.support.caches import empty_pools
 

@@ -25,7 +25,8 @@ from jspec.models.layer import Params
 from jspec.models.placement import abstract_params
 from jspec.pallas_kernels.ops import Ops
 from jspec.spec.head_spec import FeatureNorm, HeadSpec, eagle3_spec
-from jspec.spec.model_spec import DenseSpec, ModelSpec, uniform_decoder
+from jspec.spec.layers.feed_forward import DenseSpec
+from jspec.spec.model_spec import ModelSpec, uniform_decoder
 from jspec.spec.rope import RopeConfig
 from tests.models.eagle3_reference import Eagle3Reference
 from tests.models.head_laws import PagedHead, check_head

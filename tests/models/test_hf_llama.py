@@ -17,7 +17,8 @@ from safetensors.numpy import load_file, save_file
 from jspec.errors import CheckpointError
 from jspec.models.files.checkpoint import load_model_spec, load_target, save_target
 from jspec.models.registry import table_of
-from jspec.spec.model_spec import DenseSpec, ModelSpec, uniform_decoder
+from jspec.spec.layers.feed_forward import DenseSpec
+from jspec.spec.model_spec import ModelSpec, uniform_decoder
 from jspec.spec.rope import RopeConfig
 from tests.models.dense_forward import dense_forward
 from tests.models.random_params import assert_same, random_params

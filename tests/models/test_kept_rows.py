@@ -16,7 +16,7 @@ from jspec.models.layer import Params
 from jspec.models.placement import init_params
 from jspec.pallas_kernels.attention.api import AttentionMetadata
 from jspec.pallas_kernels.ops import Ops
-from jspec.spec.model_spec import DenseSpec
+from jspec.spec.layers.feed_forward import DenseSpec
 from tests.support.caches import empty_pools
 from tests.support.tiny_models import tiny_draft_config, tiny_target_config
 

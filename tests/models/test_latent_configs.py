@@ -15,14 +15,9 @@ from jspec.files.json_files import Fields
 from jspec.models.files.checkpoint import load_model_spec
 from jspec.models.registry import family_named, table_of
 from jspec.spec.cache_entry import Latent
-from jspec.spec.model_spec import (
-    DenseSpec,
-    IndexerSpec,
-    LatentAttentionSpec,
-    ModelSpec,
-    MoESpec,
-    Routing,
-)
+from jspec.spec.layers.attention import IndexerSpec, LatentAttentionSpec
+from jspec.spec.layers.feed_forward import DenseSpec, MoESpec, Routing
+from jspec.spec.model_spec import ModelSpec
 from jspec.spec.rope import RopeConfig, YarnConfig
 from tests.speculative.mtp_checkpoints import DEEPSEEK_V3, DEEPSEEK_V32
 

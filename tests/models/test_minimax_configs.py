@@ -19,7 +19,9 @@ from jspec.errors import CheckpointError, ConfigError, JspecError
 from jspec.models.files.checkpoint import load_model_spec, load_target
 from jspec.models.files.fp8 import declared_forms
 from jspec.models.registry import family_named, table_of
-from jspec.spec.model_spec import AttentionSpec, LayerSpec, ModelSpec, MoESpec, Routing
+from jspec.spec.layers.attention import AttentionSpec
+from jspec.spec.layers.feed_forward import MoESpec, Routing
+from jspec.spec.model_spec import LayerSpec, ModelSpec
 from jspec.spec.rope import RopeConfig
 from jspec.spec.weight_format import FP8
 from tests.models.random_params import assert_same
@@ -105,7 +107,7 @@ def test_minimax_m2(tmp_path: Path) -> None:
 
 
 def test_the_rotated_part_has_two_names(tmp_path: Path) -> None:
-    """transformers 5 writes a factor; without either, RoPE turns whole heads, as there."""
+    """transformers 5 writes a factor; without either, RoPE rotates whole heads, as there."""
     plain = {name: value for name, value in MINIMAX_M2.items() if name != "rotary_dim"}
     rope = {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}
     expected = read(tmp_path, MINIMAX_M2)
@@ -133,7 +135,7 @@ def test_the_rotated_part_has_two_names(tmp_path: Path) -> None:
         ({"attn_window_size": 4096}, "attn_window_size is 4096; expected no such key"),
         ({"partial_rotary_factor": 0.25}, "rotary_dim is 64; expected 32, partial_rotary_factor"),
         ({"partial_rotary_factor": 1.0}, "rotary_dim is 64; expected 128, partial_rotary_factor"),
-        ({"rotary_dim": 256}, "RoPE turns 256 numbers of a head; expected an even number"),
+        ({"rotary_dim": 256}, "RoPE rotates 256 dimensions of a head; expected an even number"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; expected 'silu' or 'swish'"),
     ],
 )

@@ -17,12 +17,9 @@ from safetensors.numpy import load_file, save_file
 from jspec.errors import JspecError
 from jspec.models.files.checkpoint import load_model_spec, load_target
 from jspec.models.registry import family_named
-from jspec.spec.model_spec import (
-    DenseSpec,
-    LatentAttentionSpec,
-    ModelSpec,
-    MoESpec,
-)
+from jspec.spec.layers.attention import LatentAttentionSpec
+from jspec.spec.layers.feed_forward import DenseSpec, MoESpec
+from jspec.spec.model_spec import ModelSpec
 from jspec.spec.rope import QueryGrowth
 from tests.models.random_params import assert_same
 

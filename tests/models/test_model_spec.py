@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from jspec.errors import CheckpointError, ConfigError
 from jspec.models.files.checkpoint import load_model_spec, load_sampling_defaults, warn_of_ends
 from jspec.models.registry import family_named
-from jspec.spec.model_spec import DenseSpec, ModelSpec, uniform_decoder
+from jspec.spec.layers.feed_forward import DenseSpec
+from jspec.spec.model_spec import ModelSpec, uniform_decoder
 from jspec.spec.rope import RopeConfig
 
 LLAMA = {

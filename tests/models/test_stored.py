@@ -14,13 +14,16 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
 from jspec.errors import CheckpointError, ConfigError
-from jspec.models.files.stored import check_names, on_host, param_reads, read_param, stored_tensors
+from jspec.models.files.stored.layouts import check_names
+from jspec.models.files.stored.param_reads import on_host, param_reads, read_param
+from jspec.models.files.stored.tensors import stored_tensors
 from jspec.models.files.tensor_files import StoredFile, open_tensors
 from jspec.models.layer_params import attention_params, expert_params
 from jspec.models.params import Form, ParamSpec, ParamTable, Part, shard_columns
 from jspec.models.placement import abstract_params, nested
 from jspec.models.registry import table_of
-from jspec.spec.model_spec import AttentionSpec, MoESpec
+from jspec.spec.layers.attention import AttentionSpec
+from jspec.spec.layers.feed_forward import MoESpec
 from tests.models.random_params import assert_same, random_params, value_at
 from tests.support.tiny_models import tiny_target_config
 
@@ -198,7 +201,7 @@ def test_interleaved_rows_and_held_stacks_survive(tmp_path: Path) -> None:
 
     def parts(name: str, shape: tuple[int, ...]) -> tuple[Part, ...]:
         return tuple(
-            Part(name=name, shape=shape, size=4, num_blocks=4, first=f, step=2, form=Form.AS_HELD)
+            Part(name=name, shape=shape, size=4, num_blocks=4, first=f, step=2, form=Form.AS_IS)
             for f in (0, 1)
         )
 

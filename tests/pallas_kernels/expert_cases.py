@@ -12,7 +12,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from jspec.pallas_kernels.experts.reference import run_experts
-from jspec.spec.model_spec import Gate
+from jspec.spec.layers.feed_forward import Gate
 
 XLA = jax.jit(run_experts, static_argnames="gate")
 

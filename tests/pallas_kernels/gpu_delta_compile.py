@@ -29,7 +29,8 @@ from jspec.pallas_kernels.latent_attention import gpu as latent_attention_gpu
 from jspec.pallas_kernels.shapes import GLM_4_7_FLASH, QWEN3_5_9B
 from jspec.spec.cache_entry import CacheLayout
 from jspec.spec.cache_groups import CacheGroup
-from jspec.spec.model_spec import DeltaNetSpec, LatentAttentionSpec
+from jspec.spec.layers.attention import LatentAttentionSpec
+from jspec.spec.layers.delta_net import DeltaNetSpec
 from tests.engine.pool_copies import pool_copies
 from tests.pallas_kernels.gpu_kernel_compile import H200
 

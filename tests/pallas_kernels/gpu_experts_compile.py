@@ -19,7 +19,7 @@ from jspec.pallas_kernels.bundles import OPS
 from jspec.pallas_kernels.experts.gpu import run_experts
 from jspec.pallas_kernels.experts.tuning import ExpertsTuning, choose_experts
 from jspec.pallas_kernels.shapes import GPT_OSS_20B, QWEN3_30B_A3B
-from jspec.spec.model_spec import Gate, MoESpec
+from jspec.spec.layers.feed_forward import Gate, MoESpec
 from tests.pallas_kernels.gpu_kernel_compile import H200
 
 SHAPES = {

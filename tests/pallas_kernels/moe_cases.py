@@ -15,7 +15,7 @@ from jspec.layers.moe import moe_of_sum, route
 from jspec.layers.norm import Residual, norm_of_sum
 from jspec.pallas_kernels.bundles import OPS
 from jspec.pallas_kernels.shapes import GLM_4_7_FLASH, GPT_OSS_20B, QWEN3_30B_A3B
-from jspec.spec.model_spec import DenseSpec, Gate, MoESpec, Routing
+from jspec.spec.layers.feed_forward import DenseSpec, Gate, MoESpec, Routing
 
 EPS = 1e-5
 # DeepSeek-V3's router in one group, as GLM-4.7-Flash has it, and its shared expert.

@@ -17,7 +17,7 @@ import pytest
 from jspec.pallas_kernels.attention import gpu_wide, xla
 from jspec.pallas_kernels.attention.api import AttentionMetadata
 from jspec.pallas_kernels.attention.tuning import WideTuning
-from jspec.pallas_kernels.delta_rule import gpu
+from jspec.pallas_kernels.delta_rule import gpu, gpu_pairs, gpu_states, gpu_tree
 from jspec.pallas_kernels.delta_rule.tuning import Tuning
 from jspec.pallas_kernels.ops import Ops
 from jspec.pallas_kernels.ops_gpu import GpuOps
@@ -79,8 +79,10 @@ def test_any_history_gives_the_definition(name: str, singles: bool) -> None:
 @pytest.mark.slow
 def test_many_nodes_and_several_strips_give_the_definition(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "choose_tuning", lambda **_: Tuning(strip=2))
-    monkeypatch.setattr(gpu, "CHANNELS", 4)
-    monkeypatch.setattr(gpu, "FEW_NODES", 1)
+    for module in (gpu_pairs, gpu_states):
+        monkeypatch.setattr(module, "CHANNELS", 4)
+    for module in (gpu, gpu_tree):
+        monkeypatch.setattr(module, "FEW_NODES", 1)
     rows = Rows(mixed_of("delta_net"), seed=4, page_size=4, ops=MixerOps())
     rows.chunk((6, 1, 9))
     rows.verify(3, topk=1)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jspec.pallas_kernels.bundles import OPS
-from jspec.spec.model_spec import Gate
+from jspec.spec.layers.feed_forward import Gate
 from tests.pallas_kernels.expert_cases import XLA, Drawn, Mixture, draw
 
 MOE = Mixture(9, 2, 6, 32, 16, Gate.CLAMPED, bias=True)

@@ -16,7 +16,7 @@ from jspec.pallas_kernels.bundles import OPS
 from jspec.pallas_kernels.experts import gpu as experts_gpu
 from jspec.pallas_kernels.experts.tuning import ExpertsTuning, choose_experts
 from jspec.pallas_kernels.shapes import GPT_OSS_20B, QWEN3_30B_A3B
-from jspec.spec.model_spec import Gate
+from jspec.spec.layers.feed_forward import Gate
 from tests.pallas_kernels.ahead_of_time import needs_cuda_compiler, output_of
 from tests.pallas_kernels.chips import needs_gpu
 from tests.pallas_kernels.expert_cases import (

@@ -21,7 +21,7 @@ from jspec.pallas_kernels.bundles import OPS
 from jspec.pallas_kernels.experts import gpu_few
 from jspec.pallas_kernels.experts.gpu_router import choose, norm_and_score
 from jspec.pallas_kernels.experts.tuning import MOST_TOKENS, ExpertsTuning, choose_few
-from jspec.spec.model_spec import DenseSpec, MoESpec, Routing
+from jspec.spec.layers.feed_forward import DenseSpec, MoESpec, Routing
 from tests.pallas_kernels.chips import needs_gpu
 from tests.pallas_kernels.moe_cases import (
     BY_SIGMOID,

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jspec.pallas_kernels.experts.gpu_router import score
-from jspec.spec.model_spec import DenseSpec, Routing
+from jspec.spec.layers.feed_forward import DenseSpec, Routing
 from tests.pallas_kernels.chips import needs_gpu
 from tests.pallas_kernels.moe_cases import (
     BY_SIGMOID,

@@ -13,7 +13,7 @@ from jspec.device.weights import dense
 from jspec.pallas_kernels.bundles import OPS
 from jspec.pallas_kernels.experts.reference import run_experts
 from jspec.pallas_kernels.experts.tuning import sizes_of
-from jspec.spec.model_spec import Gate, MoESpec, Routing
+from jspec.spec.layers.feed_forward import Gate, MoESpec, Routing
 from jspec.spec.weight_format import MXFP4
 from tests.device.test_weights import stored
 from tests.pallas_kernels.chips import needs_gpu

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 
 from jspec.pallas_kernels.bundles import OPS
 from jspec.pallas_kernels.experts import tpu as experts_tpu
-from jspec.spec.model_spec import Gate
+from jspec.spec.layers.feed_forward import Gate
 from tests.pallas_kernels.expert_cases import (
     MANY,
     Mixture,

@@ -17,7 +17,7 @@ from jspec.models.decoder_params import latent_params
 from jspec.pallas_kernels.latent_attention.gpu_few import serves
 from jspec.pallas_kernels.ops import Ops
 from jspec.pallas_kernels.ops_gpu import GpuOps
-from jspec.spec.model_spec import LatentAttentionSpec
+from jspec.spec.layers.attention import LatentAttentionSpec
 from jspec.spec.rope import QueryGrowth
 
 SIZE = 256

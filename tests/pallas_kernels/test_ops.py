@@ -25,7 +25,7 @@ from jspec.pallas_kernels.kv_write.api import Rotation
 from jspec.pallas_kernels.ops import Ops
 from jspec.pallas_kernels.ops_gpu import gpu_problem
 from jspec.spec.cache_entry import CacheLayout
-from jspec.spec.model_spec import Gate
+from jspec.spec.layers.feed_forward import Gate
 from jspec.spec.rope import RopeConfig, YarnConfig
 from tests.pallas_kernels.chips import needs_mosaic_gpu
 

@@ -39,7 +39,8 @@ from jspec.pallas_kernels.prefill.tpu import attend_packed
 from jspec.pallas_kernels.shapes import GPT_OSS_20B, QWEN3_5_9B, QWEN3_30B_A3B, ModelShape
 from jspec.spec.axes import TENSOR
 from jspec.spec.cache_entry import CacheLayout
-from jspec.spec.model_spec import DeltaNetSpec, MoESpec
+from jspec.spec.layers.delta_net import DeltaNetSpec
+from jspec.spec.layers.feed_forward import MoESpec
 from tests.engine.pool_copies import pool_copies
 
 i32, f32, bf16 = jnp.int32, jnp.float32, jnp.bfloat16

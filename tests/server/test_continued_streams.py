@@ -44,7 +44,7 @@ from jspec.messages.request import FinishKind, Request
 from jspec.server.app import create_app
 from jspec.server.server_args import ServerArgs
 from jspec.serving.engine import Engine
-from jspec.serving.readers import SLOW_READER
+from jspec.serving.streams.readers import SLOW_READER
 from tests.server.helpers import ENDLESS, events_of, wait_idle
 
 

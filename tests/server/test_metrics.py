@@ -9,12 +9,8 @@ from pathlib import Path
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from jspec.server.control.metric_table import (
-    METRICS,
-    MetricKind,
-    accepted_by_position,
-    metrics_table,
-)
+from jspec.server.control.metric_row import MetricKind
+from jspec.server.control.metric_table import METRICS, accepted_by_position, metrics_table
 from jspec.serving.engine import Engine
 
 from .helpers import wait_idle

@@ -21,9 +21,9 @@ from jspec.errors import (
 )
 from jspec.messages.request import FinishKind, Request, SamplingParams, StreamChunk
 from jspec.scheduler.scheduler import Scheduler
-from jspec.serving.chunk_stream import ChunkStream
 from jspec.serving.loop import EngineLoop
 from jspec.serving.recovery import RestartLimits
+from jspec.serving.streams.chunk_stream import ChunkStream
 from jspec.serving.trace import TraceEvent, TraceKind
 from tests.support.failing_runner import FailingRunner
 from tests.support.fake_runner import FakeRunner, hash_token, small_limits

@@ -11,7 +11,7 @@ import pytest
 from jspec.errors import EngineClosedError
 from jspec.messages.request import FinishKind, FinishReason, Request, SamplingParams, StreamChunk
 from jspec.scheduler.outputs.token_history import Piece, TokenHistory
-from jspec.serving.mailbox import Mailbox, wake
+from jspec.serving.streams.mailbox import Mailbox, wake
 from tests.support.fake_runner import small_limits
 
 NUM_PIECES = 4000

@@ -16,9 +16,9 @@ from jspec.errors import EngineClosedError, RequestFailedError, RunnerError
 from jspec.messages.plan import StepPlan
 from jspec.messages.request import FinishKind, Request, SamplingParams, StreamChunk
 from jspec.scheduler.scheduler import Scheduler
-from jspec.serving.chunk_stream import ChunkStream
 from jspec.serving.loop import EngineLoop
 from jspec.serving.recovery import Recovery, RestartLimits
+from jspec.serving.streams.chunk_stream import ChunkStream
 from tests.support.failing_runner import FailingRunner
 from tests.support.fake_runner import hash_token, small_limits
 from tests.support.fake_text import FakeTextStream, expected_output

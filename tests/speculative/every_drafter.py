@@ -23,7 +23,8 @@ from safetensors.numpy import save_file
 from jspec.config.limits import Algorithm, SpeculativeConfig
 from jspec.layers.linear import Shard
 from jspec.models.decoder import Decoder
-from jspec.models.files.stored import on_host, param_reads, stored_tensors
+from jspec.models.files.stored.param_reads import on_host, param_reads
+from jspec.models.files.stored.tensors import stored_tensors
 from jspec.models.files.tensor_files import open_tensors
 from jspec.models.heads.assistant import Assistant, assistant_params
 from jspec.models.heads.block_head import BlockHead

@@ -12,26 +12,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jspec.models.files.stored import value_at
+from jspec.models.files.stored.tensors import value_at
 from jspec.models.layer import Params
 from jspec.models.params import Init
 from jspec.models.placement import init_params, nested
 from jspec.models.registry import table_of
-from jspec.spec.model_spec import (
-    AttentionSpec,
-    DeltaNetSpec,
-    DenseSpec,
-    FeedForward,
-    Gate,
-    HeadGate,
-    IndexerSpec,
-    LatentAttentionSpec,
-    LayerSpec,
-    Mixer,
-    ModelSpec,
-    MoESpec,
-    Routing,
-)
+from jspec.spec.layers.attention import AttentionSpec, HeadGate, IndexerSpec, LatentAttentionSpec
+from jspec.spec.layers.delta_net import DeltaNetSpec
+from jspec.spec.layers.feed_forward import DenseSpec, FeedForward, Gate, MoESpec, Routing
+from jspec.spec.model_spec import LayerSpec, Mixer, ModelSpec
 from jspec.spec.rope import QueryGrowth, RopeConfig, YarnConfig
 from jspec.spec.sandwich import SandwichSpec
 from tests.speculative.engines import TARGET

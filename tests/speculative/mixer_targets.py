@@ -5,24 +5,11 @@ from __future__ import annotations
 import dataclasses
 
 from jspec.spec.cache_entry import FP8
-from jspec.spec.model_spec import (
-    IndexerSpec,
-    LatentAttentionSpec,
-    LayerSpec,
-    Mixer,
-    ModelSpec,
-    cached_in,
-)
+from jspec.spec.layers.attention import IndexerSpec, LatentAttentionSpec
+from jspec.spec.model_spec import LayerSpec, Mixer, ModelSpec, cached_in
 from jspec.spec.rope import RopeConfig, YarnConfig
 from tests.speculative.engines import TARGET
-from tests.speculative.family_targets import (
-    DELTA_NET,
-    DENSE,
-    MIXTURE,
-    WINDOW,
-    attention,
-    target_of,
-)
+from tests.speculative.family_targets import DELTA_NET, DENSE, MIXTURE, WINDOW, attention, target_of
 
 LATENT = LatentAttentionSpec(
     num_heads=4,

@@ -20,7 +20,7 @@ from jspec.files.json_files import Fields
 from jspec.layers.linear import Shard
 from jspec.messages.step_options import StepOptions
 from jspec.models.files.checkpoint import load_model_spec
-from jspec.models.files.stored import stored_tensors, value_at
+from jspec.models.files.stored.tensors import stored_tensors, value_at
 from jspec.models.heads.feature_head import FeatureHead
 from jspec.models.heads.head_params import head_params
 from jspec.models.layer import Params

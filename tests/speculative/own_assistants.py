@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from jspec.models.files.stored import value_at
+from jspec.models.files.stored.tensors import value_at
 from jspec.models.heads.assistant import assistant_params
 from jspec.models.layer import Params
 from jspec.models.placement import init_params
 from jspec.spec.assistant_spec import AssistantSpec
-from jspec.spec.model_spec import DenseSpec, ModelSpec
+from jspec.spec.layers.feed_forward import DenseSpec
+from jspec.spec.model_spec import ModelSpec
 from jspec.spec.rope import RopeConfig
 from jspec.spec.sandwich import SandwichSpec
 from tests.speculative.engines import TARGET

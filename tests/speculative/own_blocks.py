@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jspec.models.files.stored import stored_tensors, value_at
+from jspec.models.files.stored.tensors import stored_tensors, value_at
 from jspec.models.files.tensor_files import write_checkpoint
 from jspec.models.heads.dflash import block_params
 from jspec.models.heads.head_params import HEAD

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from jspec.layers.linear import Shard
-from jspec.models.files.stored import stored_tensors, value_at
+from jspec.models.files.stored.tensors import stored_tensors, value_at
 from jspec.models.heads.feature_head import FeatureHead
 from jspec.models.heads.head_params import HeadNames, head_params
 from jspec.models.layer import Params

@@ -16,7 +16,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from jspec.files.json_files import Fields
-from jspec.models.files.stored import stored_tensors
+from jspec.models.files.stored.tensors import stored_tensors
 from jspec.models.heads.head_params import HeadNames, head_params
 from jspec.models.layer import Params
 from jspec.models.registry import family_named

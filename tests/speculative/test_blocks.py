@@ -107,7 +107,7 @@ FAULTS: dict[str, tuple[dict[str, Any], str]] = {
     "sinks": ({"attention_sink_bias": True}, "attention_sink_bias is True; expected no such key"),
     "values": ({"attention_value_scale": 0.7}, "attention_value_scale is 0.7; expected no such"),
     "norms": ({"use_gemma_norm": True}, "use_gemma_norm is True; expected no such key"),
-    "rope": ({"rope_dim": 4}, "rope_dim is 4; expected no such key: RoPE turns whole heads"),
+    "rope": ({"rope_dim": 4}, "rope_dim is 4; expected no such key: RoPE rotates whole heads"),
     "nested": ({"dflash_config": {"fc_layernorm": True}}, "fc_layernorm is True; expected no such"),
     "twice": ({"mask_token_id": 3}, r"\['mask_token_id'\] differ in dflash_config and at the top"),
     "mask": ({"dflash_config": {"mask_token_id": 320}}, "mask_token_id is 320; expected an id"),

@@ -15,7 +15,7 @@ from benchmarks.workloads import DRAFTER_SHAPE, TINY, WORKLOADS, eagle1_of, mtp_
 from jspec.config.engine_args import EngineArgs
 from jspec.errors import CheckpointError, ConfigError, JspecError
 from jspec.models.files.checkpoint import save_target
-from jspec.models.files.stored import on_host
+from jspec.models.files.stored.param_reads import on_host
 from jspec.models.heads.eagle1 import save_eagle1
 from jspec.models.heads.eagle3 import save_eagle3
 from jspec.models.heads.head_params import head_params

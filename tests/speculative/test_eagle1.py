@@ -16,14 +16,10 @@ from jspec.config.engine_args import EngineArgs
 from jspec.engine.weights.loading import LoadedModels, load_models, resolve_paths
 from jspec.errors import CheckpointError, ConfigError
 from jspec.models.files.checkpoint import save_target
-from jspec.models.files.stored import stored_tensors, value_at
+from jspec.models.files.stored.tensors import stored_tensors, value_at
 from jspec.models.heads.head_params import head_params
 from jspec.speculative.drafters.ranked import EagleDrafter
-from tests.speculative.engines import (
-    TARGET,
-    mesh_of,
-    tiny_params,
-)
+from tests.speculative.engines import TARGET, mesh_of, tiny_params
 from tests.speculative.every_drafter import EAGLE1, eagle1_weights
 
 SIZE = TARGET.hidden_size

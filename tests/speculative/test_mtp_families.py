@@ -28,14 +28,14 @@ from jspec.layers.linear import Shard
 from jspec.messages.request import Request
 from jspec.models.decoder import Decoder
 from jspec.models.files.checkpoint import load_model_spec, load_target, save_target
-from jspec.models.files.stored import stored_tensors
+from jspec.models.files.stored.tensors import stored_tensors
 from jspec.models.heads.feature_head import FeatureHead
 from jspec.models.heads.head_params import head_params
 from jspec.models.placement import init_params
 from jspec.models.registry import DRAFTS, family_named, table_of
 from jspec.pallas_kernels.attention.api import AttentionMetadata
 from jspec.pallas_kernels.ops import Ops
-from jspec.spec.model_spec import DenseSpec, Gate, MoESpec
+from jspec.spec.layers.feed_forward import DenseSpec, Gate, MoESpec
 from jspec.spec.rope import RopeConfig
 from tests.models.dense_forward import dense_forward
 from tests.models.head_laws import check_head

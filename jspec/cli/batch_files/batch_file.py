@@ -59,11 +59,8 @@ def read_lines(path: Path) -> Generator[Line]:
 
 
 def retried_lines(requests: Path, earlier: Path) -> Generator[Line]:
-    """Yield the requests, with the successful answers of `earlier`, an answer file for them.
-
-    Missing lines, such as those after an interruption, have no answer. Raises ConfigError if the
-    file is not from a run of these requests.
-    """
+    """Yield the requests, with the successful answers of `earlier`, an answer file for them. Raises
+    ConfigError if the file is not from a run of these requests."""
     count = 0
     with _opened(earlier) as file, closing(read_lines(requests)) as lines:
         for count, line in enumerate(lines, start=1):
@@ -143,10 +140,8 @@ def _why_not(found: Mapping[str, Any]) -> str:
 
 
 class AnswerFile:
-    """The answers, written one whole line at a time. num_well: successes of all runs.
-
-    Raises ConfigError for a file with other content, or one that cannot be written.
-    """
+    """The answers, written one whole line at a time. num_well: successes of all runs. Raises
+    ConfigError for a file with other content, or one that cannot be written."""
 
     def __init__(self, path: Path, requests: Path) -> None:
         try:

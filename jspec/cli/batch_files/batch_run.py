@@ -1,8 +1,5 @@
-"""Batch runs: every line goes through the server's own routes, without a socket.
-
-Defaults such as the seed and the answer's id derive from the line number, so a run that was killed
-continues with the same results.
-"""
+"""Batch runs: every line goes through the server's own routes, without a socket. Defaults such as
+the seed derive from the line number, so a killed run continues with the same results."""
 
 from __future__ import annotations
 

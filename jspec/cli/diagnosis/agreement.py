@@ -1,9 +1,5 @@
-"""Teacher-forced agreement of a draft head with its target.
-
-At every token of texts that the target generated, the head's guesses up to S tokens ahead are
-compared with the target's choices. The head runs in its training form, which shares neither pages
-nor steps with serving.
-"""
+"""Teacher-forced agreement of a draft head with its target: at every token of texts that the target
+generated, the guesses up to S tokens ahead. The head runs in its training form."""
 
 from __future__ import annotations
 

@@ -67,10 +67,8 @@ def step_timing(engine: Engine, request: Request) -> Timing:
 
 
 def propose_seconds(served: ServedWeights) -> float | None:
-    """Return the median seconds of one row's `propose`.
-
-    Return None on several devices or without a draft model.
-    """
+    """Return the median seconds of one row's `propose`; None on several devices or without a draft
+    model."""
     drafter, mesh = served.models.drafter, served.mesh
     if mesh.size > 1 or not drafter.cache_groups:
         return None

@@ -1,8 +1,7 @@
 """Rules that turn measurements into findings, with their thresholds.
 
-A repair is credible if it helps on all texts beyond chance and either makes the head a good one or
-recovers a third of the missing agreement. For the bundled head (healthy agreement 0.82) a right
-repair recovers 0.17 to 0.99 of it; the best false repair of a coarsely quantized head 0.15.
+A repair is credible if it helps on all texts beyond chance and makes the head good or recovers a
+third of the missing agreement.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
-"""Readings of a head: common faults of checkpoints and configs, each repaired on its own.
-
-The reading that agrees with the target far more often than the served one shows the fault.
-"""
+"""Readings of a head: common faults of checkpoints and configs, each repaired on its own. One that
+agrees with the target far more often than the served one shows the fault."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""Check whether a chat template is the target's, by the loss of its markup.
-
-Markup that the target was trained on costs almost nothing, unseen markup several nats per token.
-"""
+"""Check whether a chat template is the target's: markup that it was trained on costs almost
+nothing, unseen markup several nats per token."""
 
 from __future__ import annotations
 

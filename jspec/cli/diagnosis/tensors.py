@@ -70,10 +70,8 @@ def _fewest(array: np.ndarray) -> int | None:
 
 
 def coarse_levels(facts: tuple[TensorFact, ...]) -> int | None:
-    """Return the distinct numbers per output of the head's matrices if at most COARSE, else None.
-
-    Weights quantized once have more (4 bits 15 or 16 per group); fewer mean repeated rounding.
-    """
+    """Return the distinct numbers per output of the head's matrices if at most COARSE, else None. 4
+    bits have 15 or 16 per group; fewer mean repeated rounding."""
     found = sorted(fact.fewest for fact in facts if fact.fewest is not None)
     if not found or (middle := found[len(found) // 2]) > COARSE:
         return None

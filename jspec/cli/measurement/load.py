@@ -21,10 +21,8 @@ WORDS = (  # noqa: SIM905 (a list would take one line per word)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """One load: `clients` requests always open, or `rate` requests per second (Poisson).
-
-    With both, the rate applies with at most `clients` open; further requests wait in the client.
-    """
+    """One load: `clients` requests always open, or `rate` requests per second (Poisson). With both,
+    at most `clients` are open; further requests wait in the client."""
 
     name: str
     num_requests: int
@@ -33,10 +31,8 @@ class Point:
 
     @classmethod
     def parse(cls, text: str) -> Point:
-        """Parse c64 (64 clients) or r12 (12 requests per second); c64:512 sends 512 requests.
-
-        The default is 8 per client and at most 256, or 256 at a rate. Raises ValueError.
-        """
+        """Parse c64 (64 clients) or r12 (12 requests per second); c64:512 sends 512 requests, by
+        default 8 per client and at most 256, or 256 at a rate. Raises ValueError."""
         load, _, count = text.partition(":")
         try:
             kind, value = load[:1], float(load[1:])

@@ -20,10 +20,8 @@ MODES = ("both", "plain", "speculative")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchSettings:
-    """Settings; lengths are in tokens.
-
-    Repeat r on a server uses seed + r, so that its prompts are not cached.
-    """
+    """Settings; lengths are in tokens. Repeat r on a server uses seed + r, so that its prompts are
+    not cached."""
 
     num_prompts: int = 8
     repeats: int = 3

@@ -26,10 +26,10 @@ RETRY_SECONDS = 0.25
 
 
 def follow(args: EngineArgs, place: HostPlace, token: bytes) -> None:
-    """Run what host 0 runs until it ends.
+    """Run what host 0 runs until it ends, and restart with the other hosts if one is lost.
 
-    If host 0 or another host is lost, restart with them. Raises ConfigError if host 0 refuses this
-    host or its start fails, RunnerError if host 0 is away for `place.timeout` seconds.
+    Raises ConfigError if host 0 refuses this host or fails, RunnerError if it is away for
+    `place.timeout` seconds.
     """
     identity = identity_of(args, count=place.count)
     while True:

@@ -43,8 +43,8 @@ class Gate:
     def gather(self) -> dict[int, FrameSocket]:
         """Wait for all other hosts and return their connections by rank.
 
-        Raises ConfigError for a host that may not follow or comes too late; once the engine has
-        run, a late host raises RunnerError. Connected hosts get the error too.
+        Raises ConfigError for a host that may not follow or comes too late, RunnerError for a late
+        one once the engine has run.
         """
         self._members, self._refused = {}, None
         deadline = time.monotonic() + self.place.timeout
@@ -66,10 +66,8 @@ class Gate:
         return dict(sorted(self._members.items()))
 
     def dismiss(self, members: dict[int, FrameSocket], error: JspecError | None) -> None:
-        """Close connections. The hosts end with an error of the first start, or connect again.
-
-        If the engine is being closed, they end without an error.
-        """
+        """Close connections. The hosts connect again, or end with the error of a first start, or
+        without one if the engine is being closed."""
         for member in members.values():
             with suppress(OSError):
                 if self._is_closed:

@@ -108,10 +108,8 @@ class RefusedError(Exception):
 
 
 def receive_guest(channel: FrameSocket, token: bytes, identity: Identity) -> int:
-    """Return the rank of the connected host after it has proved the token.
-
-    Raises RefusedError for a jspec with another token or identity, FrameError for anything else.
-    """
+    """Return the rank of the connected host after it has proved the token. Raises RefusedError for
+    a jspec with another token or identity, FrameError for anything else."""
     nonce = secrets.token_hex(16)
     channel.send("challenge", nonce=nonce)
     hello = channel.receive()

@@ -74,10 +74,8 @@ class Member:
 
 
 class HostsProcess(EngineProcess):
-    """An EngineProcess on every host: each message goes to all of them, in one order.
-
-    Losing a host kills the own process, since a step that waits for that host would not end.
-    """
+    """An EngineProcess on every host: each message goes to all of them, in one order. Losing a host
+    kills the own process, since a step that waits for that host would not end."""
 
     def __init__(self, args: EngineArgs, *, on_end: Callable[[str], None], gate: Gate) -> None:
         self._gate = gate

@@ -1,7 +1,4 @@
-"""Device memory by use, and a check that the programs' scratch fits into the rest.
-
-Without the check, an engine would start and then fail at the first long prompt or full batch.
-"""
+"""Device memory by use, and a check that the programs' scratch fits into the rest."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Ways to split a model over devices, with bytes per device and a lower bound of step times.
 
-A step is one token of plain decoding for each row. Its time is the larger of the time for reading
-(weights once, used experts, KV) and for products, plus the all-reduces. It serves to compare
-layouts.
+A step is one token of plain decoding for each row: the larger of the times for reading (weights
+once, used experts, KV) and for products, plus the all-reduces.
 """
 
 from __future__ import annotations
@@ -18,7 +17,9 @@ from jspec.spec.accelerators import GIB, DeviceGroup
 from jspec.spec.axes import mesh_axis
 from jspec.spec.cache_entry import CacheLayout, Latent, bytes_per_unit
 from jspec.spec.cache_groups import CacheGroup, cache_bytes, slot_groups
-from jspec.spec.model_spec import AttentionSpec, ModelSpec, MoESpec
+from jspec.spec.layers.attention import AttentionSpec
+from jspec.spec.layers.feed_forward import MoESpec
+from jspec.spec.model_spec import ModelSpec
 from jspec.spec.weight_format import itemsize, num_bytes
 
 CLOSE = 1.03  # among times within this factor, the one with fewer devices per engine is chosen
@@ -104,9 +105,7 @@ class Advice:
 
 def advise(served: Served, group: DeviceGroup, load: Load, *, fraction: float) -> Advice:
     """Compare all layouts. fraction: of the memory, for weights and caches, as in EngineArgs.
-
-    Raises ConfigError if the model does not fit the devices.
-    """
+    Raises ConfigError if the model does not fit the devices."""
     found, least = [], math.inf
     for size in (n for n in range(1, group.num_devices + 1) if group.num_devices % n == 0):
         for split in splits(served, size):

@@ -30,7 +30,8 @@ from jspec.spec.cache_groups import (
     slot_groups,
     snapshot_groups,
 )
-from jspec.spec.model_spec import AttentionSpec, ModelSpec
+from jspec.spec.layers.attention import AttentionSpec
+from jspec.spec.model_spec import ModelSpec
 
 log = logging.getLogger(__name__)
 
@@ -57,10 +58,8 @@ def size_pool(
     ops: Ops,
     weights: Mapping[str, int] = NO_WEIGHTS,  # byte counts for `no_pool_error`
 ) -> ServeLimits:
-    """Return the engine's static sizes, with as many pages as the loaded weights leave.
-
-    Raises ConfigError if one request does not fit.
-    """
+    """Return the engine's static sizes, with as many pages as the loaded weights leave. Raises
+    ConfigError if one request does not fit."""
     page_size, num_slots = config.page_size, config.max_running_requests // config.dp_size
     limits = ServeLimits(
         draft_shape=config.speculative,
@@ -169,12 +168,8 @@ def _snapshots(pool: PoolLimits, pool_bytes: int, of_snapshot: int) -> SnapshotL
 def _window_spaces(
     limits: ServeLimits, groups: tuple[CacheGroup, ...], *, as_one: int
 ) -> tuple[WindowSpace, ...]:
-    """Return a space for each window that saves memory: pages for all slots, or what fits.
-
-    With a prefix cache, they include the ends of finished texts (TAILS_PER_SLOT). as_one: pages of
-    the pools if all layers cached everything. It bounds every window, so that the full space never
-    shrinks. A window as long as the context, or too large for one row, stays in the full space.
-    """
+    """Return a space for each window that saves memory: pages for all slots, or what fits. as_one:
+    pages of the pools if all layers cached everything, which bounds every window."""
     of_chunks = limits.pages_of_chunks(limits.programs.chunk_size)
     of_context = limits.pool.num_pages // limits.pool.num_slots
     spaces = []
@@ -190,10 +185,8 @@ def _window_spaces(
 
 
 def sharing_limits(config: ResolvedConfig, target: ModelSpec, ops: Ops) -> SharingLimits | None:
-    """Return when decodes share prefix reads; None if they never do.
-
-    Sharing needs a prefix cache, and a kernel in `ops` that reads a prefix for two rows at once.
-    """
+    """Return when decodes share prefix reads; None if they never do, without a prefix cache or a
+    kernel in `ops` that reads a prefix for two rows at once."""
     is_off = config.disable_radix_cache or config.disable_cascade_attn
     mixers = (layer.attention for layer in target.layers)
     full = {own for own in mixers if type(own) is AttentionSpec and own.window is None}

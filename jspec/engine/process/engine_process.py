@@ -1,10 +1,8 @@
 """The process that owns devices, weights and state.
 
-Run as `python -m jspec.engine.process.engine_process FD FD`.
-
-It runs packed steps for a server in another process (`process_runner`), which plans, detokenizes
-and serves clients. It exits when its pipes close, so it never outlives the server, and after any
-step error, since the device state is then unreliable; the server starts a new one.
+Run as `python -m jspec.engine.process.engine_process FD FD`. It runs packed steps for a server in
+another process (`process_runner`), and exits when its pipes close and after any step error, since
+the device state is then unreliable; the server starts a new one.
 """
 
 from __future__ import annotations

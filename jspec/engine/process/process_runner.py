@@ -1,8 +1,5 @@
-"""A runner whose devices, weights and state are in a separate process (`engine_process`).
-
-A device error or a signal ends that process but not the server; `restart` starts another one. Plans
-stay here; packed arrays (`plan_runner`) cross.
-"""
+"""A runner whose devices, weights and state are in a separate process (`engine_process`), which a
+device error or a signal ends, and `restart` replaces. Packed arrays (`plan_runner`) cross."""
 
 from __future__ import annotations
 
@@ -78,10 +75,8 @@ class ProcessRunner(PlanRunner):
     def start(
         cls, args: EngineArgs, *, progress: Progress | None, place: HostPlace | None = None
     ) -> ProcessRunner:
-        """Start the process, with those of the other hosts if `place` is that of host 0.
-
-        Raises the errors of `building.build_runner`, and ConfigError for hosts that do not match.
-        """
+        """Start the process, with those of the other hosts if `place` is that of host 0. Raises the
+        errors of `building.build_runner`, and ConfigError for hosts that do not match."""
         ends, gate = Ends(), None
         launch: Launch = partial(EngineProcess, on_end=ends)
         if place is not None:
@@ -140,10 +135,8 @@ class ProcessRunner(PlanRunner):
         self._programs = ReadyPrograms.of_measured(programs)
 
     def _grow_together(self) -> None:
-        """Build later programs in a thread, each on all hosts before it is used.
-
-        On a single host, its process builds them itself.
-        """
+        """Build later programs in a thread, each on all hosts before it is used. A single host's
+        process builds them itself."""
         if self._gate is None:
             return
         keys, process = later_programs(self._limits, self.ready_programs), self._process
@@ -183,10 +176,8 @@ class ProcessRunner(PlanRunner):
     # Restart and end.
 
     def restart(self) -> None:
-        """Start another process with the same weights. Raises the error that prevents it.
-
-        EngineClosedError means that the weights cannot be read again.
-        """
+        """Start another process with the same weights. Raises the error that prevents it:
+        EngineClosedError if the weights cannot be read again."""
         if self._has_arrays:
             raise EngineClosedError(
                 "the current weights were given as arrays and were lost with the engine process; "

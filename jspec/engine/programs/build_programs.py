@@ -1,7 +1,7 @@
 """The process that fills the program store for an engine.
 
-Run as `python -m jspec.engine.programs.build_programs`. It reads a BuildTask from standard input
-and writes a program's name once that program is in the store. It exits when standard input closes.
+Run as `python -m jspec.engine.programs.build_programs`. It reads a BuildTask from standard input,
+writes the name of each stored program, and exits when standard input closes.
 """
 
 from __future__ import annotations

@@ -185,10 +185,8 @@ def _abstract(tree: Any) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """All inputs of an engine's programs, with weights and state as shapes. It can be pickled.
-
-    It gives the same ProgramStore names in every process with the same environment.
-    """
+    """All inputs of an engine's programs, with weights and state as shapes. It can be pickled, and
+    gives the same ProgramStore names in every process with the same environment."""
 
     program: StepProgram
     limits: ServeLimits
@@ -246,10 +244,9 @@ def compile_all(
 ) -> dict[ProgramKey, Any]:
     """Return the executables of `keys` (None: all that an engine wants).
 
-    Programs in `store` are loaded. The others are compiled, several at once; with `first`, only
-    those in it. They are lowered one at a time, in order: a Pallas kernel's text contains where it
-    was first traced and how many came before it, so jax's cache would not recognize it in another
-    order.
+    Programs in `store` are loaded; the others are compiled, several at once (with `first`, only
+    those in it). They are lowered one at a time, in order: a Pallas kernel's text contains how many
+    came before it, so in another order jax's cache would not recognize it.
     """
     # An error of this start must not keep weights alive.
     recipe = Recipe.of(program, limits, params=params, state=state)

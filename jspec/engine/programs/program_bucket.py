@@ -1,7 +1,7 @@
 """A bucket that shares compiled programs between machines: gs://BUCKET/PATH, through gcsfs.
 
-Programs are named by a digest of all inputs. Failures are only warnings and cost a compilation.
-Fetched programs are executed, so the bucket must be as trustworthy as the code.
+Failures are only warnings. Fetched programs are executed: the bucket must be as trustworthy as the
+code.
 """
 
 from __future__ import annotations

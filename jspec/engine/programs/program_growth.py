@@ -1,8 +1,8 @@
 """Programs missing at the start, which are built while the engine serves.
 
-Lowering holds the GIL for a second or two per program, so a separate process does it and writes to
-the program store; a thread here loads the results. Without a second process (a TPU serves one) or a
-store, a thread builds them. The process exits when its standard input closes.
+Lowering holds the GIL for seconds, so a separate process does it and writes to the program store; a
+thread here loads the results. Without a second process (a TPU serves one) or a store, a thread
+builds them.
 """
 
 from __future__ import annotations

@@ -36,11 +36,8 @@ def programs_on_demand(limits: ServeLimits, asked: StepOptions) -> tuple[Program
 
 
 def programs_at_start(limits: ServeLimits, when: str) -> tuple[ProgramKey, ...]:
-    """Return the programs to compile before an engine serves.
-
-    when: "first" for a few that serve every plan; "common" for those of the engine's own shape,
-    except on-demand ones; "all" for every program that any request can need.
-    """
+    """Return the programs to compile before an engine serves. when: "first": a few that serve every
+    plan; "common": those of the engine's own shape, except on-demand ones; "all"."""
     every = wanted_programs(limits)
     if when == "first":
         return tuple(key for key, turn, _ in every if turn <= Turn.START)
@@ -56,10 +53,8 @@ def later_programs(limits: ServeLimits, ready: Iterable[ProgramKey]) -> tuple[Pr
 def describe_ready(
     limits: ServeLimits, ready: Iterable[ProgramKey], *, building: StepOptions = PLAIN
 ) -> tuple[str, ...]:
-    """Return lines on the compiled programs and on when the others will be compiled.
-
-    building: options whose programs are being compiled for a request.
-    """
+    """Return lines on the compiled programs and on when the others will be compiled. building:
+    options whose programs are being compiled for a request."""
     made = set(ready)
     num_later = len(later_programs(limits, made))
     lines = [f"programs: {len(made)} compiled, {num_later} more while serving"]
@@ -75,11 +70,9 @@ def describe_ready(
 
 
 def nearest_program(needed: ProgramKey, ready: Iterable[ProgramKey]) -> ProgramKey:
-    """Return the cheapest ready program that can run `needed`: smallest bucket, fewest options.
-
-    It has the same kind and shape, at least the needed bucket, and options that cover the needed
-    ones. Ties go to the first of `ready`. Raises InvariantError if no program fits.
-    """
+    """Return the cheapest ready program that can run `needed`: of its kind and shape, with the
+    smallest bucket, then the fewest options that cover the needed ones. Raises InvariantError if
+    none fits."""
     ready = tuple(ready)
     fit = [key for key in ready if _serves(key, needed)]
     if not fit:
@@ -102,11 +95,9 @@ def _serves(key: ProgramKey, needed: ProgramKey) -> bool:
 def ready_shapes(
     limits: ServeLimits, ready: Iterable[ProgramKey], *, num_rows: int, options: StepOptions
 ) -> tuple[SpeculativeConfig, ...]:
-    """Return the draft shapes that a decode of `num_rows` rows can use now, ordered as in `limits`.
-
-    The engine's own is always one of them. Another shape's program must not pad more rows than the
-    own one, and a plain shape needs a DRAFT_PREFILL program that does not either.
-    """
+    """Return the draft shapes that a decode of `num_rows` rows can use now, ordered as in `limits`:
+    the own one, and those whose programs (also a plain one's DRAFT_PREFILL) do not pad more
+    rows."""
     ready = tuple(ready)
 
     def bucket(kind: StepKind, shape: SpeculativeConfig | None, needs: StepOptions) -> int | None:

@@ -1,9 +1,8 @@
 """Compiled step programs on disk, so that a second start neither traces, lowers nor compiles.
 
-jax's own cache is keyed by the lowered program, and lowering an 8B model's 21 programs takes a
-minute. This store is keyed by all inputs of a program: sources, static program, shapes and
-shardings, compiler options, versions, flags and devices. Its directory may be deleted at any time.
-Loaded programs are executed, so files that another user may have written are not loaded.
+jax's own cache is keyed by the lowered program; this store by all inputs of a program: sources,
+static program, shapes and shardings, compiler options, versions, flags and devices. Its directory
+may be deleted at any time. Files that another user may have written are not loaded.
 """
 
 from __future__ import annotations
@@ -64,10 +63,8 @@ class ProgramStore:
         return cls(directory, sources_digest(), bucket)
 
     def path(self, *parts: Any, mesh: Mesh, arrays: Any) -> Path | None:
-        """Return the path of the program made from `parts` (by their repr) for `arrays` on `mesh`.
-
-        Return None if the sources are unknown, or the repr of a part contains a memory address.
-        """
+        """Return the path of the program made from `parts` (by their repr) for `arrays` on `mesh`;
+        None if the sources are unknown, or a repr contains a memory address."""
         shapes = [(x.shape, str(x.dtype)) for x in jax.tree.leaves(arrays)]
         around = (self.sources, surroundings(mesh))
         text = repr((parts, shapes, str(jax.tree.structure(arrays)), around))
@@ -88,10 +85,8 @@ class ProgramStore:
 
     @staticmethod
     def load(path: Path, *, mesh: Mesh, inputs: Any, outputs: Any) -> Any | None:
-        """Return the executable, or None if it is missing, unreadable or another user's.
-
-        inputs, outputs: its arguments and results, of which only the tree structure is used.
-        """
+        """Return the executable, or None if it is missing, unreadable or another user's. inputs,
+        outputs: its arguments and results, of which only the tree structure is used."""
         try:
             with path.open("rb") as file:
                 why = distrust(os.fstat(file.fileno()))
@@ -121,10 +116,8 @@ class ProgramStore:
             return None
 
     def save(self, path: Path, executable: Any) -> None:
-        """Write the executable atomically; a failure only costs the next start.
-
-        It must have been compiled here: one from jax's cache may be incomplete.
-        """
+        """Write the executable atomically; a failure only costs the next start. It must have been
+        compiled here: one from jax's cache may be incomplete."""
         if sources_digest() != self.sources:
             log.warning("jspec's sources have changed since the start; %s is not written", path)
             return

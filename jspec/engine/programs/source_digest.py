@@ -1,8 +1,5 @@
-"""A digest of the code that step programs are traced from.
-
-It covers the modules that the step functions import, directly or indirectly, without docstrings and
-comment lines. So editing a flag's help text recompiles nothing.
-"""
+"""A digest of the code that step programs are traced from: the modules that the step functions
+import, directly or indirectly, without docstrings and comment lines."""
 
 from __future__ import annotations
 
@@ -48,10 +45,8 @@ def _read(path: Path, changed_ns: int) -> tuple[bytes, tuple[str, ...]]:
 
 
 def sources_digest(package: Path = PACKAGE) -> str | None:
-    """Return the digest of the sources as they are on disk now.
-
-    Return None without source files (a zip), or if one is newer than this process's imports.
-    """
+    """Return the digest of the sources as they are on disk now; None without source files (a zip),
+    or if one is newer than this process's imports."""
     found: dict[str, bytes] = {}
     waiting = list(ROOTS)
     while waiting:

@@ -1,7 +1,5 @@
-"""Checks that only this user and root can have written a file or folder.
-
-Compiled programs are executed, so they are read from no others.
-"""
+"""Checks that only this user and root can have written a file or folder, for compiled programs,
+which are executed."""
 
 from __future__ import annotations
 

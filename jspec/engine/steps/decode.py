@@ -1,8 +1,8 @@
 """DECODE: rounds of propose, score and settle in one program.
 
-DRAFT_PREFILL runs before it to advance the drafter over pending tokens. If a row follows a grammar,
-PROPOSE, SCORE and SETTLE replace it (decision 23): the host reads the trees that PROPOSE drafts,
-and computes their masks for SETTLE while SCORE runs.
+DRAFT_PREFILL runs before it to advance the drafter over pending tokens. For rows with a grammar
+PROPOSE, SCORE and SETTLE replace it (decision 23): the host computes masks of the drafted trees for
+SETTLE while SCORE runs.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
-"""PREFILL: prompt chunks of several rows.
-
-CACHED_DRAFT_PREFILL runs before it to store the ids of cached prefixes in the state by slot.
-"""
+"""PREFILL: prompt chunks of several rows. CACHED_DRAFT_PREFILL runs before it to store the ids of
+cached prefixes in the state by slot."""
 
 from __future__ import annotations
 

@@ -53,11 +53,8 @@ class Wanted(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ProgramShape:
-    """The engine limits that a program's code depends on, apart from array shapes.
-
-    The program store's key contains no other limit, so changing one that only the host reads
-    recompiles nothing.
-    """
+    """The engine limits that a program's code depends on, apart from array shapes: the only ones in
+    the program store's key."""
 
     kind: StepKind
     packed: PackedLayout

@@ -35,10 +35,9 @@ def adapter_directory(path: str) -> Path:
 
 
 def lora_spec(args: EngineArgs, table: ParamTable) -> LoRASpec | None:
-    """Return the space for adapters that the arguments request.
+    """Return the space for adapters that the arguments request, or those of `lora_paths` need.
 
-    table: of the target. Missing arguments follow from the adapters of `lora_paths`. Raises
-    ConfigError, and CheckpointError for one of these adapters that does not fit.
+    table: of the target. Raises ConfigError, and CheckpointError for an adapter that does not fit.
     """
     if not args.has_loras:
         return None
@@ -75,11 +74,8 @@ Placed = Mapping[ParamPath, jax.Array]  # an adapter's own weights, by path
 
 
 class AdapterSlots:
-    """Reads adapters and writes them into the stacked weights of a target.
-
-    Nothing is changed in place: steps in flight keep the weights that they were dispatched with,
-    and the weights exist twice until these steps are done.
-    """
+    """Reads adapters and writes them into the stacked weights of a target, which are copied: steps
+    in flight keep the weights that they were dispatched with."""
 
     def __init__(self, target: Decoder, *, mesh: Mesh, dtype: DTypeLike) -> None:
         self._base, self._lora = table_of(target.spec), target.lora

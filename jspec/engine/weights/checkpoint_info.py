@@ -25,7 +25,9 @@ from jspec.models.registry import architectures, draft_algorithm, family_named, 
 from jspec.pallas_kernels.ops import Ops
 from jspec.spec.cache_entry import CacheLayout, State, Unit
 from jspec.spec.cache_groups import CacheGroup, cache_bytes
-from jspec.spec.model_spec import AttentionSpec, ModelSpec, MoESpec, cache_groups, cached_in
+from jspec.spec.layers.attention import AttentionSpec
+from jspec.spec.layers.feed_forward import MoESpec
+from jspec.spec.model_spec import ModelSpec, cache_groups, cached_in
 from jspec.spec.weight_format import num_bytes
 from jspec.speculative.drafters.registry import DRAFTERS
 from jspec.speculative.drafters.source import DraftRequest, DraftSource
@@ -78,10 +80,8 @@ def describe(
     quantization: str | None = None,  # of the target, like kv_cache_dtype
     kv_cache_dtype: str = AUTO,
 ) -> CheckpointInfo:
-    """Describe a checkpoint, the draft of `target` if given, for `memory` bytes of a device.
-
-    Raises CheckpointError without a directory or a readable config.json.
-    """
+    """Describe a checkpoint, the draft of `target` if given, for `memory` bytes of a device. Raises
+    CheckpointError without a directory or a readable config.json."""
     check_directory("DIR", path)
     if target is not None:
         check_directory("--target", target)

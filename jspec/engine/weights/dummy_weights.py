@@ -21,7 +21,7 @@ from jspec.device.mxfp4 import MXFP4Weight
 from jspec.device.noise import mix32
 from jspec.device.parallel import Parallel
 from jspec.device.weights import Weight
-from jspec.models.files.stored import value_at
+from jspec.models.files.stored.tensors import value_at
 from jspec.models.params import Init, ParamSpec
 from jspec.models.placement import Tables, abstract_params, nested, place_of
 
@@ -34,11 +34,10 @@ SMALL_SCALE = 120  # 2 ** (120 - 127): random mxfp4 bits then have a deviation o
 def dummy_params(
     tables: Tables, *, mesh: Mesh, vocab_size: int, dtype: DTypeLike, column_major: bool = False
 ) -> dict[str, Any]:
-    """Return arrays for {"target": table, "draft": table}, placed by the tables.
+    """Return arrays for {"target": table, "draft": table}, the same for any number of devices.
 
     Matrices and embeddings are normal with a standard deviation of 0.02, norms are 1, biases 0;
-    draft_ids ascend evenly over the target's vocabulary. The weights do not depend on the number of
-    devices.
+    draft_ids ascend evenly over the target's vocabulary.
     """
     shards = Parallel.of(mesh).model
     abstract = {

@@ -32,27 +32,19 @@ from jspec.errors import ConfigError
 from jspec.layers.expert_use import COPIES, copies_of
 from jspec.layers.linear import Shard
 from jspec.models.decoder import Decoder
-from jspec.models.files.checkpoint import (
-    check_target,
-    load_model_spec,
-    load_target,
-    warn_of_ends,
-)
+from jspec.models.files.checkpoint import check_target, load_model_spec, load_target, warn_of_ends
 from jspec.models.files.kv_scales import cached_dtype
-from jspec.models.files.stored import on_host
+from jspec.models.files.stored.param_reads import on_host
 from jspec.models.layer import Params
 from jspec.models.params import ParamSpec, ParamTable
 from jspec.models.placement import Tables, param_places
 from jspec.models.registry import table_of
 from jspec.spec.axes import MODEL, Axis
 from jspec.spec.cache_entry import FP8
-from jspec.spec.expert_shards import (
-    experts_by_layer,
-    has_experts,
-    on_expert_shards,
-    places_experts,
-)
-from jspec.spec.model_spec import DeltaNetSpec, DenseSpec, ModelSpec, MoESpec, cached_in
+from jspec.spec.expert_shards import experts_by_layer, has_experts, on_expert_shards, places_experts
+from jspec.spec.layers.delta_net import DeltaNetSpec
+from jspec.spec.layers.feed_forward import DenseSpec, MoESpec
+from jspec.spec.model_spec import ModelSpec, cached_in
 from jspec.spec.weight_format import num_bytes
 from jspec.speculative.drafter import Drafter
 from jspec.speculative.drafters.registry import DRAFTERS, source_of

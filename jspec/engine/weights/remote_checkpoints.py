@@ -1,7 +1,5 @@
-"""Remote checkpoints: gs://bucket/path, and org/name on the Hugging Face hub.
-
-Optional libraries (gcsfs, huggingface_hub) download them. A local directory has precedence.
-"""
+"""Remote checkpoints: gs://bucket/path (by gcsfs), and org/name on the Hugging Face hub (by
+huggingface_hub). A local directory has precedence."""
 
 from __future__ import annotations
 

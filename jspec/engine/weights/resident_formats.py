@@ -1,7 +1,5 @@
-"""Choose the format in which each weight of a model is resident, once, when it is loaded.
-
-It depends on the stored format, the argument, and the formats that the kernels read.
-"""
+"""Choose the format in which each weight of a model is resident when it is loaded, by the stored
+format, the argument, and the formats that the kernels read."""
 
 from __future__ import annotations
 
@@ -13,15 +11,9 @@ from functools import partial
 from pathlib import Path
 
 from jspec.errors import ConfigError
-from jspec.models.files.fp8 import (
-    METHODS,
-    STATIC,
-    declared_forms,
-    quantization_method,
-    unscaled,
-)
+from jspec.models.files.fp8 import METHODS, STATIC, declared_forms, quantization_method, unscaled
 from jspec.models.files.fp8_weights import StoredFP8, forms_in, stored_fp8
-from jspec.models.files.stored import chosen_layout, stored_formats
+from jspec.models.files.stored.layouts import chosen_layout, stored_formats
 from jspec.models.files.tensor_files import open_tensors
 from jspec.models.params import ParamPath, ParamSpec, ParamTable, Part
 from jspec.pallas_kernels.formats import resident_format
@@ -60,10 +52,8 @@ def resident_formats(
     has_files: bool = True,  # read headers; otherwise only config.json, for random weights
     canonical: Callable[[str], str] = str,
 ) -> Formats:
-    """Choose the formats of `table`'s weights and log each choice.
-
-    Raises ConfigError for a method that is not the checkpoint's.
-    """
+    """Choose the formats of `table`'s weights and log each choice. Raises ConfigError for a method
+    that is not the checkpoint's."""
     table = tuple(spec for spec in table if spec.layouts and spec.op is not None)
     read = _read_headers if has_files else _read_config
     stored = read(path, table, shards=wanted.shards, canonical=canonical)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from jspec.models.files.fp8 import open_tensors
-from jspec.models.files.stored import value_at
+from jspec.models.files.stored.tensors import value_at
 from jspec.models.heads.target_copies import FOREIGN, NUM_ROWS, TargetCopy, difference
 from jspec.speculative.drafters.source import DraftSource
 
@@ -16,10 +16,8 @@ log = logging.getLogger(__name__)
 
 
 def warn_of_other_targets(path: Path, source: DraftSource, target: Mapping[str, Any]) -> None:
-    """Warn of each tensor that the draft should share with the target but does not.
-
-    Only a sample of rows is compared.
-    """
+    """Warn of each tensor that the draft should share with the target but does not, by a sample of
+    rows."""
     if not source.copies:
         return
     with open_tensors(path, canonical=source.canonical) as tensors:

@@ -16,7 +16,7 @@ from jspec.device import hosts
 from jspec.device.parallel import Parallel, partition_spec
 from jspec.device.weights import Weight
 from jspec.engine import interrupts
-from jspec.models.files.stored import ParamRead
+from jspec.models.files.stored.param_reads import ParamRead
 from jspec.models.files.tensor_files import HostArray, Shape
 from jspec.models.params import ParamPath, ParamSpec
 from jspec.models.placement import place_of
@@ -33,10 +33,8 @@ PutParts = Callable[[ParamSpec, ReadPart], Weight]
 
 
 def put_on(mesh: Mesh, *, column_major: bool) -> Put:
-    """Return a Put that places a weight by its declaration; each device gets only its shard.
-
-    On a CPU the result may alias the host array, which is made read-only.
-    """
+    """Return a Put that places a weight by its declaration; each device gets only its shard. On a
+    CPU the result may alias the host array, which is made read-only."""
 
     def put(spec: ParamSpec, value: Weight) -> Weight:
         for array in jax.tree.leaves(value):
@@ -107,11 +105,8 @@ def stream(
     num_workers: int = NUM_WORKERS,
     max_bytes: int = MAX_BYTES,  # of the summed `host_bytes` in progress; a larger one runs alone
 ) -> dict[ParamPath, Any]:
-    """Read and put all weights, at most `num_workers` at once.
-
-    The first error or interrupt of a thread is raised, an error with a note naming the weight, and
-    the arrays placed by then are deleted.
-    """
+    """Read and put all weights, at most `num_workers` at once. After the first error (with a note
+    naming the weight) or interrupt, which is raised, the arrays placed by then are deleted."""
     flow = _Flow(put, put_parts, max_bytes, own)
     pool = ThreadPoolExecutor(num_workers, thread_name_prefix="jspec-weights")
     try:

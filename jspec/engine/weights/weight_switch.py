@@ -1,8 +1,5 @@
-"""Switches served weights in place, without two models on the devices, and undoes a failure.
-
-To replace a weight from the host, the old array is copied to the host and deleted, then the new one
-is put. So devices and host have at most one model each, and no file is read.
-"""
+"""Switches served weights in place, without two models on devices or host, and undoes a failure: an
+old array is copied to the host and deleted, then the new one is put."""
 
 from __future__ import annotations
 
@@ -42,8 +39,8 @@ class SwitchError(Exception):
 def switch_leaves(old: Mapping[ParamPath, Leaf], new: dict[ParamPath, Leaf], put: PutAt) -> Flat:
     """Put the new weights on the devices, emptying `new` meanwhile to free host memory.
 
-    old: the served arrays; those replaced by host arrays are deleted. Raises SwitchError, or
-    EngineClosedError if the old weights could not be restored.
+    old: deleted if replaced from the host. Raises SwitchError, or EngineClosedError if it cannot be
+    undone.
     """
     switch = _Switch(old, new, put)
     try:

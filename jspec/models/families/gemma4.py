@@ -1,11 +1,10 @@
 """Gemma 4, text only: 12B, 26B-A4B, 31B, E2B and E4B (Gemma4ForCausalLM and variants).
 
-Five layers with a window alternate with one of full attention. Full layers have wider heads, their
-own number of kv heads, and in large models one projection for K and V; RoPE rotates a quarter of
-their pairs. Queries and keys are normed with a scale, values without, and scores are not scaled.
-Each sub-layer has a norm before and after it. Some models have an MoE in parallel to each MLP
-(26B-A4B), or token embeddings for each layer and last layers that read an earlier layer's cache
-(E2B, E4B). If the model also reads images or audio, text_config is read alone.
+Five layers with a window alternate with one of full attention, which has wider heads, its own
+number of kv heads, in large models one projection for K and V, and RoPE on a quarter of its pairs.
+Queries and keys are normed with a scale, values without; scores are not scaled. Each sub-layer has
+a norm before and after it. Some models have an MoE in parallel to each MLP (26B-A4B), or token
+embeddings for each layer and last layers that read an earlier layer's cache (E2B, E4B).
 """
 
 from __future__ import annotations
@@ -18,7 +17,9 @@ from jspec.files.json_files import Fields
 from jspec.models.families.gemma4_params import spare, table
 from jspec.models.family import FULL, SLIDING, Family, bos_id, eos_ids, read_windows, text_fields
 from jspec.models.files.fp8 import check_quantization
-from jspec.spec.model_spec import AttentionSpec, DenseSpec, Gate, ModelSpec, MoESpec, Routing
+from jspec.spec.layers.attention import AttentionSpec
+from jspec.spec.layers.feed_forward import DenseSpec, Gate, MoESpec, Routing
+from jspec.spec.model_spec import ModelSpec
 from jspec.spec.rope import RopeConfig
 from jspec.spec.rope_io import read_rope, rope_json
 from jspec.spec.sandwich import SandwichSpec

@@ -15,7 +15,8 @@ from jspec.models.params import (
     or_nested,
     prefixed,
 )
-from jspec.spec.model_spec import DenseSpec, ModelSpec, MoESpec
+from jspec.spec.layers.feed_forward import DenseSpec, MoESpec
+from jspec.spec.model_spec import ModelSpec
 from jspec.spec.sandwich import SandwichSpec
 from jspec.spec.weight_format import Op
 
@@ -49,12 +50,12 @@ def table(spec: ModelSpec) -> ParamTable:
 
 def _embeddings(path: ParamPath, name: str, vocab_size: int, size: int) -> ParamSpec:
     shape = (vocab_size, size)
-    part = Part(name=f"{name}.weight", shape=shape, size=size, form=Form.AS_HELD)
+    part = Part(name=f"{name}.weight", shape=shape, size=size, form=Form.AS_IS)
     return ParamSpec(path=path, shape=shape, layouts=((part,),), init=Init.TABLE)
 
 
 def _vector(path: ParamPath, name: str, size: int) -> ParamSpec:
-    part = Part(name=name, shape=(size,), size=size, form=Form.AS_HELD)
+    part = Part(name=name, shape=(size,), size=size, form=Form.AS_IS)
     return ParamSpec(path=path, shape=(size,), layouts=((part,),), init=Init.ONES, format=FLOAT32)
 
 

@@ -1,8 +1,8 @@
 """GLM-4.5 and 4.6 (Glm4MoeForCausalLM), and the NextN drafts of DeepSeek-V3 and GLM.
 
 RoPE rotates half of each head. Feed-forwards and the layer for multi-token prediction are those of
-DeepSeek-V3. A checkpoint may have that layer alone, as layer 0, for any target that it was trained
-for; its config specifies the attention (latent if it has kv_lora_rank) and the feed-forward.
+DeepSeek-V3. A checkpoint may have that layer alone, as layer 0; its config specifies the attention
+(latent if it has kv_lora_rank) and the feed-forward.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from jspec.models.family import (
 )
 from jspec.models.files.fp8 import check_quantization
 from jspec.spec.head_spec import HeadSpec
-from jspec.spec.model_spec import AttentionSpec, ModelSpec
+from jspec.spec.layers.attention import AttentionSpec
+from jspec.spec.model_spec import ModelSpec
 
 KNOWN = OF_RECURRENT_LAYERS | {"use_qk_norm"}
 BEYOND = 1 << 31  # the index of a layer after all dense ones

@@ -2,8 +2,7 @@
 
 Attention has sinks, and a sliding window on every other layer from the first. There are biases
 everywhere except in norms and lm_head. Every layer is an MoE of clamped gated MLPs with a softmax
-over the selected experts. Published checkpoints store the experts as mxfp4; transformers writes
-them unpacked, with gate and up in alternating columns, as jspec does.
+over the selected experts, published as mxfp4, or unpacked with alternating gate and up columns.
 """
 
 from __future__ import annotations
@@ -24,7 +23,8 @@ from jspec.models.family import (
 )
 from jspec.models.layer_params import product
 from jspec.models.params import Form, Init, ParamSpec, ParamTable, Part, of_experts, prefixed
-from jspec.spec.model_spec import FeedForward, Gate, ModelSpec, MoESpec, Routing
+from jspec.spec.layers.feed_forward import FeedForward, Gate, MoESpec, Routing
+from jspec.spec.model_spec import ModelSpec
 from jspec.spec.rope_io import TABLES
 from jspec.spec.weight_format import MXFP4, Op
 
@@ -157,7 +157,7 @@ def _halves(name: str, shape: tuple[int, ...], format: MXFP4 | None = None) -> t
             num_blocks=inner,
             first=first,
             step=2,
-            form=Form.OUT_IN if format else Form.AS_HELD,
+            form=Form.OUT_IN if format else Form.AS_IS,
             format=format,
         )
         for first in (0, 1)
@@ -165,7 +165,7 @@ def _halves(name: str, shape: tuple[int, ...], format: MXFP4 | None = None) -> t
 
 
 def _whole(name: str, shape: tuple[int, ...], format: MXFP4 | None = None) -> Part:
-    form = Form.OUT_IN if format else Form.AS_HELD
+    form = Form.OUT_IN if format else Form.AS_IS
     return Part(name=name, shape=shape, size=shape[-2 if format else -1], form=form, format=format)
 
 

@@ -15,7 +15,8 @@ from jspec.models.family import (
     read_windows,
 )
 from jspec.models.files.fp8 import check_quantization
-from jspec.spec.model_spec import DenseSpec, ModelSpec
+from jspec.spec.layers.feed_forward import DenseSpec
+from jspec.spec.model_spec import ModelSpec
 
 
 def read(fields: Fields) -> ModelSpec:

@@ -1,8 +1,6 @@
-"""MiMo-7B (MiMoForCausalLM): Qwen2 layers, and one more for multi-token prediction.
-
-That layer reads [the target's hidden after the final norm; embedding], with a zero embedding at
-position 0. Every draft level runs it again on its own output after its final norm.
-"""
+"""MiMo-7B (MiMoForCausalLM): Qwen2 layers, and one more for multi-token prediction, which every
+draft level runs. It reads [the target's hidden after the final norm; embedding, 0 at position
+0]."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """MiMo-V2-Flash (MiMoV2FlashForCausalLM): sliding windows with sinks, narrow values, MoE.
 
 Sliding layers have a window, sinks, and their own RoPE theta and number of kv heads. Values are
-narrower than keys and scaled, and RoPE rotates a part of each head. The first layer's MLP is dense,
-the others are MoE (sigmoid scores, router bias). Three layers for multi-token prediction, sliding
-and dense, read the target's hidden before its final norm.
+scaled, and RoPE rotates a part of each head. The first layer's MLP is dense, the others are MoE
+(sigmoid scores, router bias). Three layers for multi-token prediction, sliding and dense, read the
+target's hidden before its final norm.
 """
 
 from __future__ import annotations
@@ -31,15 +31,9 @@ from jspec.models.files.fp8 import check_quantization
 from jspec.models.heads.head_params import HeadNames
 from jspec.models.params import ParamTable
 from jspec.spec.head_spec import HeadSpec, mtp_spec
-from jspec.spec.model_spec import (
-    AttentionSpec,
-    DenseSpec,
-    FeedForward,
-    LayerSpec,
-    ModelSpec,
-    MoESpec,
-    Routing,
-)
+from jspec.spec.layers.attention import AttentionSpec
+from jspec.spec.layers.feed_forward import DenseSpec, FeedForward, MoESpec, Routing
+from jspec.spec.model_spec import LayerSpec, ModelSpec
 from jspec.spec.rope_io import TABLES
 
 SINKS = ("attention_sink_bias", "sinks")  # published, transformers 5

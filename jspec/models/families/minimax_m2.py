@@ -1,8 +1,7 @@
 """MiniMax M2 (MiniMaxM2ForCausalLM): norms that span heads, RoPE on a part of each head, MoE.
 
-One RMSNorm takes all query heads of a token as one vector, another all key heads. All layers are
-MoE (sigmoid scores, router bias, no shared expert), with float32 routers and Mixtral's names of
-experts. A checkpoint with layers for multi-token prediction is refused.
+All layers are MoE (sigmoid scores, router bias, no shared expert), with float32 routers and
+Mixtral's names of experts. A checkpoint with layers for multi-token prediction is refused.
 """
 
 from __future__ import annotations
@@ -24,7 +23,8 @@ from jspec.models.family import (
 from jspec.models.files.fp8 import check_quantization
 from jspec.models.layer_params import expert_params
 from jspec.models.params import FLOAT32, ParamSpec, ParamTable
-from jspec.spec.model_spec import FeedForward, ModelSpec, MoESpec, Routing
+from jspec.spec.layers.feed_forward import FeedForward, MoESpec, Routing
+from jspec.spec.model_spec import ModelSpec
 
 HEAD_DIM, THETA = 128, 5e6  # transformers' defaults
 # Published values of keys whose other values would change the computation.

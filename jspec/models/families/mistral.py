@@ -1,8 +1,8 @@
 """Mistral 7B and later models with the same layer (transformers' MistralForCausalLM), Ministral 3.
 
 Every layer has the window `sliding_window`; null means full attention. The default is 4,096, and
-full attention for Ministral 3, which scales queries by position. Mistral3ForConditionalGeneration
-wraps one of these or Mistral Small 4; its vision tower is not read.
+full attention for Ministral 3. Mistral3ForConditionalGeneration wraps one of these or Mistral Small
+4.
 """
 
 from __future__ import annotations

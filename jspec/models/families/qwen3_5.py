@@ -1,8 +1,7 @@
 """Qwen3.5, 3.6 and 3.8, dense and MoE: the text models, with Qwen3-Next's layers.
 
-Published checkpoints also read images: config.json has the text model in text_config, and its
-tensors are under `model.language_model.`. The vision tower is not read. Text positions are equal in
-all sections of the multimodal RoPE, so it is plain RoPE.
+Published checkpoints also read images: the text model is in text_config and under
+`model.language_model.`. Text positions are equal in all sections of the multimodal RoPE.
 """
 
 from __future__ import annotations
@@ -15,7 +14,8 @@ from jspec.models.decoder_params import decoder_params
 from jspec.models.families.qwen3_next import MTP, hybrid_json, less_one, read_hybrid
 from jspec.models.family import Family, text_fields
 from jspec.models.params import ParamTable, or_nested
-from jspec.spec.model_spec import ModelSpec, MoESpec
+from jspec.spec.layers.feed_forward import MoESpec
+from jspec.spec.model_spec import ModelSpec
 
 DENSE = ("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration")
 MOE = ("Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration")

@@ -1,8 +1,5 @@
-"""Qwen3-MoE: 30B-A3B, 235B-A22B (transformers' Qwen3MoeForCausalLM).
-
-Every `decoder_sparse_step`-th layer that is not in `mlp_only_layers` is an MoE: softmax over all
-experts, then the top k. Experts may be stored singly or fused (transformers 5).
-"""
+"""Qwen3-MoE: 30B-A3B, 235B-A22B (transformers' Qwen3MoeForCausalLM). Every `decoder_sparse_step`-th
+layer that is not in `mlp_only_layers` is an MoE: softmax over all experts, then the top k."""
 
 from __future__ import annotations
 
@@ -22,7 +19,8 @@ from jspec.models.family import (
     read_windows,
 )
 from jspec.models.files.fp8 import check_quantization
-from jspec.spec.model_spec import DenseSpec, FeedForward, ModelSpec, MoESpec, Routing
+from jspec.spec.layers.feed_forward import DenseSpec, FeedForward, MoESpec, Routing
+from jspec.spec.model_spec import ModelSpec
 
 
 def read(fields: Fields) -> ModelSpec:

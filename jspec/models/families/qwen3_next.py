@@ -1,13 +1,12 @@
 """Qwen3-Next (Qwen3NextForCausalLM): gated delta nets, and full attention in every fourth layer.
 
 Full attention has a gate for each dimension of a head, norms of q and k, and RoPE on a part of each
-head. The feed-forward is an MoE with a gated shared expert, or dense where config.json specifies
-it. All norms are stored minus one, except those of the delta nets' heads. A delta net's projections
-are fused per key head.
+head. The feed-forward is an MoE with a gated shared expert, or dense. All norms are stored minus
+one, except those of the delta nets' heads. A delta net's projections are fused per key head.
 
 One layer for multi-token prediction, with full attention, is in the same checkpoint or a separate
-one, also for Qwen3.5. It reads the target's hidden after the final norm, and every draft level runs
-it again on its output after its final norm (family.feeds_normed).
+one. It reads the target's hidden after the final norm; every draft level runs it
+(family.feeds_normed).
 """
 
 from __future__ import annotations
@@ -40,18 +39,10 @@ from jspec.models.heads.head_params import HeadNames
 from jspec.models.layer_params import zero_centred
 from jspec.models.params import ParamTable, Part
 from jspec.spec.head_spec import HeadSpec, mtp_spec
-from jspec.spec.model_spec import (
-    AttentionSpec,
-    DeltaNetSpec,
-    DenseSpec,
-    FeedForward,
-    HeadGate,
-    LayerSpec,
-    Mixer,
-    ModelSpec,
-    MoESpec,
-    Routing,
-)
+from jspec.spec.layers.attention import AttentionSpec, HeadGate
+from jspec.spec.layers.delta_net import DeltaNetSpec
+from jspec.spec.layers.feed_forward import DenseSpec, FeedForward, MoESpec, Routing
+from jspec.spec.model_spec import LayerSpec, Mixer, ModelSpec
 
 NAMES = HeadNames(
     prefix="mtp.layers.{}.",

@@ -5,10 +5,9 @@ layers RoPE rotates a part of each head and may be scaled. Heads of q and k are 
 output is gated, and all norms are stored minus one. The first layers have dense MLPs, the others
 MoE (sigmoid scores, router bias) plus a shared expert; in some layers the gates are clamped.
 
-Layers for multi-token prediction are numbered from their own config's num_hidden_layers: the
-target's number of layers, or 0 in a separate checkpoint. They are chained: the first reads the
-target's hidden before its final norm, each other one the output of the previous one before its
-final norm. Each has an lm_head.
+Layers for multi-token prediction are numbered from the target's number of layers, or from 0 in a
+separate checkpoint. The first reads the target's hidden before its final norm, each other one the
+output of the previous one. Each has an lm_head.
 """
 
 from __future__ import annotations
@@ -44,17 +43,9 @@ from jspec.models.params import (
     prefixed,
 )
 from jspec.spec.head_spec import HeadSpec, mtp_spec
-from jspec.spec.model_spec import (
-    AttentionSpec,
-    DenseSpec,
-    FeedForward,
-    Gate,
-    HeadGate,
-    LayerSpec,
-    ModelSpec,
-    MoESpec,
-    Routing,
-)
+from jspec.spec.layers.attention import AttentionSpec, HeadGate
+from jspec.spec.layers.feed_forward import DenseSpec, FeedForward, Gate, MoESpec, Routing
+from jspec.spec.model_spec import LayerSpec, ModelSpec
 from jspec.spec.rope_io import read_rope, rope_json
 
 NAMES = HeadNames(
@@ -232,7 +223,7 @@ def _ffn_params(spec: FeedForward, *, size: int) -> ParamTable:
         for name in ("gate_proj", "up_proj")
     )
     down = Part(name="down_proj.weight", shape=(X, size, inner), size=size)
-    bias = Part(name="router_bias", shape=(X,), size=X, form=Form.AS_HELD)
+    bias = Part(name="router_bias", shape=(X,), size=X, form=Form.AS_IS)
     experts = (
         *product(("router",), size, (("gate", X, 1),), op=None),
         ParamSpec(

@@ -18,20 +18,15 @@ from jspec.messages.request import SamplingParams
 from jspec.models.family import eos_ids
 from jspec.models.files.fp8 import coded_bytes, open_tensors
 from jspec.models.files.kv_scales import is_kv_scale
-from jspec.models.files.stored import (
-    Place,
-    check_names,
-    chosen_layout,
-    on_host,
-    packed_bytes,
-    param_reads,
-    stored_tensors,
-)
+from jspec.models.files.stored.layouts import check_names, chosen_layout, packed_bytes
+from jspec.models.files.stored.param_reads import Place, on_host, param_reads
+from jspec.models.files.stored.tensors import stored_tensors
 from jspec.models.files.tensor_files import Tensors, write_checkpoint
 from jspec.models.params import ParamTable, with_expert_map, with_formats
 from jspec.models.placement import nested
 from jspec.models.registry import family_named, family_of, table_of
-from jspec.spec.model_spec import ModelSpec, MoESpec
+from jspec.spec.layers.feed_forward import MoESpec
+from jspec.spec.model_spec import ModelSpec
 from jspec.spec.weight_format import FP8, Formats
 
 GIB = 1 << 30
@@ -123,9 +118,8 @@ def load_target(
 ) -> dict[str, Any]:
     """Load a checkpoint's params (`dtype`), sharded over `shards`, to where `place` puts them.
 
-    formats: of products whose weights are not dense. experts: the map of placed experts. All
-    tensors are checked before the first is read. Raises CheckpointError if a file does not fit
-    `spec`, ConfigError if a weight cannot be sharded.
+    formats: of products whose weights are not dense. experts: the map of placed experts. Raises
+    CheckpointError if a file does not fit `spec`, ConfigError if a weight cannot be sharded.
     """
     table = with_formats(with_expert_map(table_of(spec), experts), formats)
     with open_tensors(path) as tensors:

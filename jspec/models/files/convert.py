@@ -53,8 +53,7 @@ def convert(
     """Write the checkpoint of `source` to `out`, which must be empty or not exist.
 
     to_fp8: quantize the products of a target's layers (fp8_export.py). For orbax the host holds all
-    tensors at once, for safetensors those of one file. Raises ConfigError, OutputError or
-    CheckpointError, and then leaves `out` unchanged.
+    tensors at once. Raises ConfigError, OutputError or CheckpointError; `out` is then unchanged.
     """
     if not source.is_dir():
         raise NoCheckpointError(f"{source} is no directory; expected one with a checkpoint")

@@ -1,10 +1,7 @@
 """Quantization of a checkpoint to fp8, in the layout of compressed-tensors (W8A8, dynamic).
 
-    X.weight         e4m3 [out, in]
-    X.weight_scale   float32 [out, 1]: the largest magnitude of the row / 448
-
-Activations are quantized per token when the checkpoint is served. The codes and scales equal those
-of `--quantization fp8`.
+X.weight         e4m3 [out, in]
+X.weight_scale   float32 [out, 1]: the largest magnitude of the row / 448
 """
 
 from __future__ import annotations
@@ -22,7 +19,7 @@ from jspec.models.files.array_tensors import DTYPES, LazyFile, LazyHeader, LazyT
 from jspec.models.files.checkpoint import load_model_spec
 from jspec.models.files.fp8 import quantization_method
 from jspec.models.files.fp8_weights import stored_fp8
-from jspec.models.files.stored import chosen_layout
+from jspec.models.files.stored.layouts import chosen_layout
 from jspec.models.files.tensor_files import FP8, HostArray, Tensors
 from jspec.models.registry import table_of
 from jspec.spec import weight_format

@@ -144,11 +144,9 @@ def check_adapter(path: Path, table: ParamTable, lora: LoRASpec) -> None:
 def read_adapter(
     path: Path, table: ParamTable, lora: LoRASpec, *, dtype: npt.DTypeLike, shards: int
 ) -> dict[ParamPath, HostArray]:
-    """Return an adapter's A [in, parts, rank] and B [rank, out] by path, over all shards.
-
-    table: the target's, without adapters. Modules without an adapter are zeros. Raises one
-    CheckpointError for everything that does not fit.
-    """
+    """Return an adapter's A [in, parts, rank] and B [rank, out] by path, over all shards, zeros
+    without one. table: the target's, without adapters. Raises one CheckpointError for all that does
+    not fit."""
     with open_adapter(path) as (config, tensors):
         halves = _checked(tensors, config, table, lora)
         reader = _Reader(tensors, config, halves, lora.rank, np.dtype(dtype), shards)

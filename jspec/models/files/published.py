@@ -15,7 +15,8 @@ from jspec.device.fp8 import BLOCK, FP8Weight
 from jspec.device.weights import dense
 from jspec.errors import CheckpointError
 from jspec.models.files.array_tensors import LazyTensor, dtype_name
-from jspec.models.files.stored import ParamRead, param_reads, pieces, put_piece
+from jspec.models.files.stored.param_reads import ParamRead, param_reads
+from jspec.models.files.stored.tensors import pieces, put_piece
 from jspec.models.files.tensor_files import HostArray, lazy_tensors
 from jspec.models.params import ParamPath, ParamSpec, ParamTable, Part, shard_columns
 from jspec.spec.weight_format import FP8, Shape

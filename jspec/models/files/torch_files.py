@@ -1,7 +1,7 @@
 """Tensors of torch.save files (.bin, .pt), read without torch and without executing them.
 
-Such a file is a zip archive: a pickle that describes the contents, and one member of raw bytes per
-storage. A pickle with other names than torch.save writes for tensors is refused.
+Such a zip archive has a pickle that describes the contents, and raw bytes per storage. A pickle
+with other names than torch.save writes for tensors is refused.
 """
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ def load_block_config(
         found = _layout_of(fields)
         for table in found.tables:
             check_quantization(table)
-            table.refuse("rope_dim", allowed=(), why="RoPE turns whole heads here")
+            table.refuse("rope_dim", allowed=(), why="RoPE rotates whole heads here")
             refuse_unknown(table, known=KNOWN)
             _refuse_other_kinds(found.kind, table)
         layer = _layers_of(found, target, draft_rope_theta=draft_rope_theta)

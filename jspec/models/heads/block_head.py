@@ -187,10 +187,10 @@ class BlockHead:
         *,
         causal_mask: UInt32[Array, "T words"],
     ) -> tuple[Float[Array, "B R E"], KVPool]:
-        """Run blocks. Return (the final norm's output, pools with the block's K and V).
+        """Run blocks.
 
-        rows: R queries per row after its context, with a tail in which all see each other
-        causal_mask: the tail mask of layers whose rows see no later row
+        Return (the final norm's output, pools with the block's K and V). rows: R queries per row,
+        with a tail in which all see each other. causal_mask: of layers where none sees a later one.
         """
         batch, size = token_ids.shape
         settings = LayerSettings(self.ops, self.shard.alone, size)

@@ -10,7 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from jspec.models.files.fp8 import open_tensors
-from jspec.models.files.stored import Place, on_host, stored_tensors
+from jspec.models.files.stored.param_reads import Place, on_host
+from jspec.models.files.stored.tensors import stored_tensors
 from jspec.models.files.tensor_files import HostArray, write_checkpoint
 from jspec.models.heads.block_config import block_config_json
 from jspec.models.heads.head_files import (
@@ -85,7 +86,7 @@ def block_params(spec: BlockSpec) -> ParamTable:
 
 
 def _table(path: ParamPath, name: str, shape: Shape) -> ParamSpec:
-    part = Part(name=name, shape=shape, size=shape[-1], form=Form.AS_HELD)
+    part = Part(name=name, shape=shape, size=shape[-1], form=Form.AS_IS)
     return ParamSpec(path=path, shape=shape, layouts=((part,),))
 
 

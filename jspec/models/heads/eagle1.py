@@ -1,8 +1,5 @@
-"""EAGLE-1 heads (which EAGLE-2 uses too): config.json and tensors, in EAGLE's layout.
-
-lm_head is the target's, or its columns of frequent ids (FR-Spec). With HASS's `add_para_norm`,
-embedding and feature are normed before fc.
-"""
+"""EAGLE-1 heads (which EAGLE-2 uses too) in EAGLE's layout. lm_head is the target's, or its columns
+of frequent ids (FR-Spec). HASS's `add_para_norm` norms embedding and feature before fc."""
 
 from __future__ import annotations
 
@@ -17,7 +14,9 @@ from jspec.errors import ConfigError
 from jspec.files.json_files import Fields, in_file, read_fields
 from jspec.models.family import refuse_windows
 from jspec.models.files.fp8 import check_quantization, open_tensors
-from jspec.models.files.stored import Place, check_names, on_host, stored_tensors
+from jspec.models.files.stored.layouts import check_names
+from jspec.models.files.stored.param_reads import Place, on_host
+from jspec.models.files.stored.tensors import stored_tensors
 from jspec.models.files.tensor_files import HostArray, Tensors, write_checkpoint
 from jspec.models.heads.head_files import (
     LAYER,
@@ -60,9 +59,9 @@ def load_eagle1_config(
 ) -> HeadSpec:
     """Read an EAGLE-1 head's spec from `path`/config.json and check it against its target.
 
-    fc has a bias unless config.json or the tensors' names (if reads_names) show otherwise; q, k and
-    v have one if either shows it. RoPE is the head's own, with theta 10000 by default. Raises
-    ConfigError for an unserved setting, CheckpointError for a head of another target.
+    fc, q, k and v have a bias as config.json or the tensors' names (if reads_names) show; by
+    default fc has one. RoPE theta is 10000 by default. Raises ConfigError for an unserved setting,
+    CheckpointError for a head of another target.
     """
     fields = read_fields(path / "config.json")
     names = stored_names(path) if reads_names else {}
@@ -123,8 +122,8 @@ def load_eagle1(
 ) -> Params:
     """Load a head's params (`dtype`; draft_ids int32[U]) to where `place` puts them.
 
-    `lm_head.kernel` is the target's own array, or its columns hot_ids i32[U]. `embed.table` is the
-    target's if the file has none. Raises CheckpointError.
+    lm_head is the target's own, or its columns hot_ids i32[U]; so is an absent embedding. Raises
+    CheckpointError.
     """
     with open_tensors(path, canonical=canonical_name) as tensors:
         own, shares = list(_check(tensors, spec)), {"embed", "lm_head"}

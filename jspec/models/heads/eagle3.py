@@ -15,7 +15,8 @@ import numpy.typing as npt
 
 from jspec.errors import CheckpointError
 from jspec.models.files.fp8 import open_tensors
-from jspec.models.files.stored import Place, on_host, stored_tensors
+from jspec.models.files.stored.param_reads import Place, on_host
+from jspec.models.files.stored.tensors import stored_tensors
 from jspec.models.files.tensor_files import HostArray, Tensors, listed, write_checkpoint
 from jspec.models.heads.eagle3_config import AUX_IDS, PARALLEL, eagle3_config_json
 from jspec.models.heads.head_files import (
@@ -62,11 +63,8 @@ def load_eagle3(
     place: Place = on_host,
     formats: Formats = (),
 ) -> Params:
-    """Load a head's params (`dtype`; draft_ids int32[U], target ids) to where `place` puts them.
-
-    `embed.table` is the target's own array if the file has none, and so is `lm_head.kernel` if U =
-    V. Raises CheckpointError, also for a variant that is not served.
-    """
+    """Load a head's params (`dtype`; draft_ids int32[U], target ids) to where `place` puts them. An
+    absent embedding is the target's own, and so is lm_head if U = V. Raises CheckpointError."""
     with open_tensors(path, canonical=canonical_name) as tensors:
         _check(tensors, spec)
         shares = shared_with_target(tensors, spec)
@@ -116,8 +114,8 @@ def save_eagle3(
 ) -> None:
     """Write unsharded params as a LlamaForCausalLMEagle3, or a P-EAGLE head as a PEagleDraftModel.
 
-    Names start with `midlayer.`, or with `layers.0.` for several layers or P-EAGLE. d2t and t2d are
-    omitted if U = V. Raises CheckpointError for draft_ids that do not ascend within [0, V).
+    Names start with `midlayer.`, or with `layers.0.` for several layers or P-EAGLE. Raises
+    CheckpointError for draft_ids that do not ascend within [0, V).
     """
     own = stored_tensors(_own_table(spec), params, dtype=dtype)
     first = "midlayer." if spec.layer.num_layers == 1 and spec.mask_token_id is None else LAYER

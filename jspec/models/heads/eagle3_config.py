@@ -1,7 +1,7 @@
 """An EAGLE-3 head's config.json: reading its variants against a target, and writing it.
 
-Raises ConfigError for a variant that is not served, and CheckpointError for a file that is missing,
-unreadable, or belongs to another target.
+Raises ConfigError for an unserved variant, CheckpointError for a file that is not of this target's
+head.
 """
 
 from __future__ import annotations
@@ -72,14 +72,12 @@ def load_eagle3_config(
 ) -> HeadSpec:
     """Read an EAGLE-3 head's spec from `path`/config.json and check it against its target.
 
-    There are two layouts. The plain one (EAGLE, SpecForge, SGLang, ModelOpt) has the layers' fields
-    at the top level; speculators' has them in `transformer_layer_config`, and norm_before_residual
-    is true by default. RoPE is the head's own, with theta 10000 by default, because heads are
-    trained without their target's theta and scaling; draft_rope_theta overrides theta.
+    The plain layout (EAGLE, SpecForge, SGLang, ModelOpt) has the layers' fields at the top level;
+    speculators' has them in `transformer_layer_config`, and norm_before_residual is true by
+    default. RoPE is the head's own, theta 10000 by default; draft_rope_theta overrides it.
 
     With reads_names, the tensors' names (if there are weights) decide what config.json leaves open:
-    the number of layers of a `midlayer` head, the tensor that `bias` is about, and whether a plain
-    head with norm_output false has a norm before lm_head.
+    the layers of a `midlayer` head, the tensor that `bias` is about, and a norm before lm_head.
     """
     fields = read_fields(path / "config.json")
     names = stored_names(path) if reads_names else {}
@@ -135,11 +133,8 @@ def _read_config(
 
 
 def eagle3_config_json(spec: HeadSpec, *, dtype: str) -> dict[str, Any]:
-    """Return config.json of a head in the plain layout, as SGLang and vLLM read it.
-
-    Aux ids are written twice: at the top level as inputs of layers (vLLM), and in eagle_config as
-    outputs of layers (SGLang), which are one less; -1 is the embeddings.
-    """
+    """Return config.json of a head in the plain layout, as SGLang and vLLM read it. Aux ids are
+    written twice: at the top level as inputs of layers, in eagle_config as outputs, one less."""
     layer = replace(spec.layer, tie_word_embeddings=False)
     attention = layer.one_layer.softmax_attention
     written = family_named("llama").to_json(layer) | {
@@ -253,8 +248,8 @@ def _stated(fields: Fields, name: str, default: bool) -> bool:
 def _norms_before_head(fields: Fields, names: Mapping[str, str]) -> bool:
     """Return whether a plain head has a norm before lm_head.
 
-    norm_output false means that the normed output is not fed back (SGLang). Before SpecForge's pull
-    request 879 it meant a head without this norm, so it still does if the file has no such norm.
+    norm_output false (not fed back, SGLang) meant none before SpecForge's pull request 879, and
+    does if the file has no such norm.
     """
     is_older = fields.get("norm_output") is False and names and "norm.weight" not in names
     return _stated(fields, "use_last_layernorm", True) and not is_older
@@ -335,8 +330,8 @@ def _aux_layer_ids(fields: Fields, num_layers: int, *, speculators: bool) -> tup
     """Return aux ids as inputs of layers; () if the head reads the target's last hidden.
 
     For 32 layers, [2, 16, 29] (inputs) and [1, 15, 28] (outputs) are the same captures.
-    speculators' ids are inputs, those in eagle_config are outputs. At the top level of a plain
-    config, which SGLang does not read, they are outputs if the first is 1.
+    speculators' are inputs, eagle_config's outputs; a plain config's at the top level are outputs
+    if the first is 1.
     """
     nested, above = fields.table("eagle_config").get(AUX_IDS), fields.get(AUX_IDS)
     if not _stated(fields, "use_aux_hidden_state", True):

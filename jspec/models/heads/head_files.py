@@ -1,7 +1,5 @@
 """Common parts of all heads' files: names, arrays shared with the target, unknown settings.
-
-Canonical names are speculators' (`layers.0.*`); `midlayer.*` and a leading `model.` are aliases.
-"""
+Canonical names are speculators' (`layers.0.*`); `midlayer.*` and a leading `model.` are aliases."""
 
 from __future__ import annotations
 
@@ -21,7 +19,9 @@ from jspec.files.json_files import Fields
 from jspec.models.family import read_attention, read_decoder, read_dense
 from jspec.models.files.checkpoint import is_inv_freq
 from jspec.models.files.kv_scales import is_kv_scale
-from jspec.models.files.stored import ParamRead, Place, check_names, param_reads, value_at
+from jspec.models.files.stored.layouts import check_names
+from jspec.models.files.stored.param_reads import ParamRead, Place, param_reads
+from jspec.models.files.stored.tensors import value_at
 from jspec.models.files.tensor_files import HostArray, Shape, Tensors, has_tensors, open_tensors
 from jspec.models.heads.head_params import DRAFT_IDS, EMBED, HEAD, draft_ids
 from jspec.models.params import Form, ParamPath, ParamSpec, ParamTable, Part, with_formats
@@ -64,11 +64,8 @@ def stored_names(path: Path) -> dict[str, str]:
 
 
 def num_stored_layers(fields: Fields, names: Mapping[str, str], *, target: ModelSpec) -> int:
-    """Return the number of a head's layers by its tensors' names, or without any by config.json.
-
-    A head stored as `midlayer` has one layer, even if config.json gives its target's number.
-    Otherwise CheckpointError is raised if the two disagree.
-    """
+    """Return the number of a head's layers by its tensors' names, or without any by config.json. A
+    `midlayer` head has one. Raises CheckpointError if the two disagree otherwise."""
     stated = fields.integer("num_hidden_layers", 1)
     found = {int(match[1]) for name in names if (match := _NUMBER.match(name))}
     if not found:
@@ -114,10 +111,8 @@ def read_layers(
 def speculators_json(
     kind: str, layer: ModelSpec, *, layers: str, num_steps: int, dtype: str
 ) -> dict[str, Any]:
-    """Return the keys that every head in speculators' layout has in config.json.
-
-    layers: the family of its decoder layers. num_steps: the S that it is trained for
-    """
+    """Return the keys that every head in speculators' layout has in config.json. layers: the family
+    of its decoder layers. num_steps: the S that it is trained for."""
     written = family_named(layers).to_json(replace(layer, tie_word_embeddings=False))
     rope = {"rope_type": "default", "rope_theta": written.pop("rope_theta")}
     left_out = ("architectures", "torch_dtype", "rope_scaling")
@@ -166,9 +161,7 @@ def is_stray(name: str) -> bool:
 
 
 def stored_embed(spec: ParamSpec) -> ParamSpec:
-    part = Part(
-        name="embed_tokens.weight", shape=spec.shape, size=spec.shape[-1], form=Form.AS_HELD
-    )
+    part = Part(name="embed_tokens.weight", shape=spec.shape, size=spec.shape[-1], form=Form.AS_IS)
     return replace(spec, layouts=((part,),))
 
 
@@ -176,7 +169,7 @@ def published_specs(table: ParamTable) -> ParamTable:
     """Return a head's embedding and vocabulary map as its file stores them."""
     found = {spec.path: spec for spec in table}
     ids = found[DRAFT_IDS]
-    part = Part(name="d2t", shape=ids.shape, size=ids.shape[0], form=Form.AS_HELD)
+    part = Part(name="d2t", shape=ids.shape, size=ids.shape[0], form=Form.AS_IS)
     return (
         stored_embed(found[EMBED]),
         replace(ids, layouts=((part,),), axes=()),
@@ -251,9 +244,8 @@ def read_head(
 ) -> Params:
     """Return a head's params: `own` read from its file, and those that it shares with the target.
 
-    ids: i32[U], the head's `draft_ids`, if it has them
-    hot_ids: i32[U], the only ids to draft, for a head that shares the target's lm_head; it then has
-        these columns of it
+    ids: i32[U], its `draft_ids`. hot_ids: i32[U], the only columns of the target's lm_head to
+    draft.
     """
     ids = ids if hot_ids is None else hot_ids
     reads = param_reads(tensors, with_formats(tuple(own), formats), dtype=dtype, shards=shards)

@@ -99,11 +99,8 @@ EAGLE3_NAMES = HeadNames(  # speculators'; SGLang calls a further layer's input 
 
 
 def head_params(spec: HeadSpec, names: HeadNames | None = None) -> ParamTable:
-    """Declare a head. names: by default those of its kind.
-
-    The embedding, a shared lm_head and draft_ids have no layout: their files share or derive them.
-    draft_ids[u] is the target id of draft id u; layers that draft one level each have all ids.
-    """
+    """Declare a head. names: by default those of its kind. The embedding, a shared lm_head and
+    draft_ids (target ids [U]; all ids, if layers draft one level each) have no layout."""
     if names is None:
         plain = HeadNames() if spec.input_norm else EAGLE1_NAMES
         names = EAGLE3_NAMES if spec.join is Join.WIDE else plain
@@ -144,7 +141,7 @@ def _mask_params(spec: HeadSpec) -> ParamTable:
     if spec.mask_token_id is None:
         return ()
     shape = (1, 1, max(len(spec.aux_layer_ids), 1) * spec.target_hidden_size)
-    part = Part(name="mask_hidden", shape=shape, size=shape[-1], form=Form.AS_HELD)
+    part = Part(name="mask_hidden", shape=shape, size=shape[-1], form=Form.AS_IS)
     return (ParamSpec(path=MASK_FEATURE, shape=shape, layouts=((part,),)),)
 
 

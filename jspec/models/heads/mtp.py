@@ -1,8 +1,5 @@
-"""Layers for multi-token prediction from a checkpoint, usually the target's own.
-
-The embedding is the target's own array, and so is lm_head unless a layer has its own. Copies of
-them and the target's tensors in the file are ignored. Any other unread tensor is refused.
-"""
+"""Layers for multi-token prediction from a checkpoint, usually the target's own. The embedding, and
+lm_head unless a layer has its own, are the target's. An unknown unread tensor is refused."""
 
 from __future__ import annotations
 
@@ -21,12 +18,9 @@ from jspec.models.family import Family, MtpFamily
 from jspec.models.files.checkpoint import is_inv_freq
 from jspec.models.files.fp8 import open_tensors
 from jspec.models.files.kv_scales import is_kv_scale
-from jspec.models.files.stored import (
-    Place,
-    check_names,
-    on_host,
-    stored_tensors,
-)
+from jspec.models.files.stored.layouts import check_names
+from jspec.models.files.stored.param_reads import Place, on_host
+from jspec.models.files.stored.tensors import stored_tensors
 from jspec.models.files.tensor_files import HostArray, Tensors, write_checkpoint
 from jspec.models.heads.head_files import Params, read_head, refuse_unknown
 from jspec.models.heads.head_params import EMBED, HEAD, HeadNames, head_params
@@ -34,7 +28,8 @@ from jspec.models.heads.target_copies import Copies, TargetCopy
 from jspec.models.params import Form, ParamSpec, ParamTable, Part
 from jspec.models.registry import DRAFTS, FAMILIES, family_named
 from jspec.spec.head_spec import HeadSpec, mtp_spec
-from jspec.spec.model_spec import HeadGate, LayerSpec, ModelSpec
+from jspec.spec.layers.attention import HeadGate
+from jspec.spec.model_spec import LayerSpec, ModelSpec
 from jspec.spec.weight_format import Formats
 
 HIDDEN_FIRST = "mtp_hidden_states_first"  # transformers' key
@@ -146,10 +141,9 @@ def written_config(
 ) -> HeadSpec:
     """Return layers that `save_mtp` can write for a target of any family.
 
-    Without `chained`, all layers read the target's hidden before its final norm. In a chain only
-    the first does, and each other layer reads the output of the previous one; the chain's layout
-    has norms of q and k and gated heads. layer: plain, with heads of one width. Its window becomes
-    the whole context, because other engines give such layers pools with a window.
+    All layers read the target's hidden before its final norm, or if `chained` the output of the
+    previous layer, with norms of q and k and gated heads. layer: plain, with heads of one width;
+    its window becomes the whole context.
     """
     own, window = layer.softmax_attention, target.max_position
     if chained:
@@ -223,7 +217,7 @@ def shared(spec: HeadSpec) -> tuple[str, ...]:
 
 def _embedding(spec: HeadSpec) -> ParamSpec:
     shape = (spec.layer.vocab_size, spec.layer.hidden_size)
-    part = Part(name=f"model.{_EMBED}", shape=shape, size=shape[-1], form=Form.AS_HELD)
+    part = Part(name=f"model.{_EMBED}", shape=shape, size=shape[-1], form=Form.AS_IS)
     return ParamSpec(path=EMBED, shape=shape, layouts=((part,),))
 
 
@@ -234,9 +228,8 @@ def _own_table(spec: HeadSpec, names: HeadNames) -> ParamTable:
 def _check(tensors: Tensors, spec: HeadSpec, names: HeadNames) -> ParamTable:
     """Check the file and return the weights to read.
 
-    Unused further layers in config.json must be complete in the file, or may be absent if
-    config.json does not give their number (as MiMo-V2-Flash's). Tensors outside these layers are
-    the target's if the file has a target's layers, else an error.
+    Unused further layers must be complete, or absent if config.json does not give their number.
+    Other tensors are the target's, if it has its layers.
     """
     names = _numbered(tensors, names)
     numbers = {names.number(name) for name in tensors.sources} - {None}

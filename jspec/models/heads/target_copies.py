@@ -1,8 +1,5 @@
-"""Tensors of a draft's files that its target has too, compared with the target's own.
-
-A head that was trained with other weights drafts badly, without any error in its file. A sample of
-rows shows it: a copy in another dtype differs by a few percent, another model's table by about 140.
-"""
+"""Tensors of a draft's files that its target has too, compared with the target's own on a sample of
+rows: a copy in another dtype differs by a few percent, another model's table by about 140."""
 
 from __future__ import annotations
 
@@ -34,11 +31,9 @@ Copies = Mapping[str, TargetCopy]  # by the tensor's canonical name
 
 
 def difference(tensors: Tensors, name: str, path: ParamPath, weight: Any) -> float | None:
-    """Return the root mean square of stored minus target's, relative to the target's.
-
-    It is computed for NUM_ROWS tokens. weight: the target's, [V, E], or of an lm_head [E, V], on
-    the host or its devices. Returns None if the tensor's shape or dtype shows that it is no copy.
-    """
+    """Return the root mean square of stored minus target's, relative to the target's, for NUM_ROWS
+    tokens; None if shape or dtype shows that it is no copy. weight: [V, E], or an lm_head's [E,
+    V]."""
     axis = 1 if path == HEAD else 0
     shape = tuple(weight.shape[::-1] if axis else weight.shape)
     if tensors.shape(name) != shape or tensors.dtype(name) not in WEIGHT_DTYPES:

@@ -1,8 +1,6 @@
-"""FR-Spec's map of frequent ids (Zhao et al., 2025, arXiv:2502.14856): the ids that may be drafted.
-
-It is a list of target ids (no offsets), in any order: .json (a list), .npy, .safetensors (its only
-tensor) or torch's .pt, all as integers of one axis.
-"""
+"""FR-Spec's map of frequent ids (Zhao et al., 2025, arXiv:2502.14856), the target ids that may be
+drafted: .json (a list), .npy, .safetensors (its only tensor) or torch's .pt, integers of one
+axis."""
 
 from __future__ import annotations
 

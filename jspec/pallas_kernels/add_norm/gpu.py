@@ -1,8 +1,5 @@
-"""The residual add fused with the following RMSNorm, for NVIDIA GPUs (Triton).
-
-Rounding is that of XLA: the sum in x's dtype, then the norm in float32, cast once at the end. If a
-product with fp8 weights reads the norm, the same launch quantizes it.
-"""
+"""The residual add fused with the following RMSNorm, for NVIDIA GPUs (Triton), rounded as by XLA.
+If a product with fp8 weights reads the norm, the same launch quantizes it."""
 
 from __future__ import annotations
 

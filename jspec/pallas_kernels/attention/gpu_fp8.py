@@ -1,8 +1,5 @@
-"""Decode attention over FP8 pools for few queries per row, on an NVIDIA GPU (Triton).
-
-It computes what gpu.py does, in its layouts and with its plan, for at most 16 packed queries (group
-x R), but converts K and V without another store to shared memory.
-"""
+"""Decode attention over FP8 pools for at most 16 packed queries (group x R), on a GPU (Triton):
+gpu.py without its second store of converted K and V."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
-"""A layer's attention on a Hopper GPU in two kernels, from projected heads to its output.
-
-kv_write/gpu.py writes K and V and stores q in the layout of the second kernel: gpu.py (rows of
-equal length), gpu_fp8.py (few queries per row, FP8 pools) or prefill/gpu.py (packed rows).
-"""
+"""A layer's attention on a Hopper GPU in two kernels: kv_write/gpu.py writes K and V and stores q
+as gpu.py, gpu_fp8.py or prefill/gpu.py reads it."""
 
 from __future__ import annotations
 

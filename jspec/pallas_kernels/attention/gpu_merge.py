@@ -1,8 +1,5 @@
-"""Merging the softmax shares of a row's keys on an NVIDIA GPU (Pallas-Triton), in one launch.
-
-Each share is a mean of values and its height, the log2 of its softmax denominator. The result is
-the mean of the means, weighted by 2^height; a sink is one more height without values.
-"""
+"""Merging the softmax shares of a row's keys on an NVIDIA GPU (Pallas-Triton), in one launch: means
+of values, weighted by 2^height, the log2 of each softmax denominator. A sink is one more height."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Attention of a single row with a single query on an NVIDIA GPU (Triton), with RoPE and KV write.
 
-One launch does the work of kv_write/gpu.py and gpu.py, with their rounding, since with a few
-thousand keys launches take longer than reading the keys. A program handles one kv head and a share
-of the row's keys. The first share's program also writes the new key and value and takes them from
+One launch rounds like kv_write/gpu.py and gpu.py. A program handles one kv head and a share of the
+row's keys; the first share's program also writes the new key and value, and takes them from
 registers, so no program reads what this launch writes.
 """
 

@@ -1,7 +1,7 @@
 """Attention for rows with a common prefix on a Hopper GPU: cascade attention (FlashInfer, vLLM).
 
-The decode kernel (gpu.py) runs twice, and gpu_merge.py merges both: over packs, which are up to 64
-queries of rows with one prefix against all its keys, and over every row's own keys after it.
+gpu.py runs twice: over packs, up to 64 queries of rows with one prefix against all its keys, and
+over each row's own keys after it. gpu_merge.py merges both.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Attention of rows of equal length over wide heads or latents, on an NVIDIA GPU (Pallas-Triton).
 
-A program handles one row, one kv head, a tile of up to 64 of its queries (queries x heads of the
-group) and every n-th block of the row's keys, and gpu_merge.py merges the shares. The record of a
-latent pool is K of one head, and its first part is also V (latent_attention/reference.py).
+A program handles one row, one kv head, up to 64 of its queries (queries x heads of the group) and
+every n-th block of the row's keys; gpu_merge.py merges the shares. Latents: see
+latent_attention/reference.py.
 """
 
 from __future__ import annotations

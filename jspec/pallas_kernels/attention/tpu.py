@@ -1,8 +1,7 @@
-"""Paged attention on a TPU for rows of equal length: decode, verification, draft levels, advances.
+"""Paged attention on a TPU for rows of equal length: the inputs and memory of tpu_kernel.py.
 
-This module prepares the inputs and memory of the kernel (tpu_kernel.py). XLA must store the pool in
-index order (`is_copy_free`), as it does for 128 lanes and 2, 4 or a multiple of 8 K and V heads per
-shard. head_dim 64 therefore needs a pool of width 128, to which XLA would pad it anyway.
+XLA must store the pool in index order (`is_copy_free`), as it does for 128 lanes and 2, 4 or a
+multiple of 8 K and V heads per shard. head_dim 64 therefore needs a pool of width 128.
 """
 
 from __future__ import annotations
@@ -51,8 +50,7 @@ def attend_rows(
 ) -> tuple[jax.Array, jax.Array]:
     """Write k_new and v_new [T, G, *], then attend: return (out[T, H, D], kv_pages'). T = B * R.
 
-    Donate kv_pages. Queries after a row's length return finite values. Raises ValueError at trace
-    time for unsupported arguments.
+    Donate kv_pages. Queries after a row's length return finite values. Raises ValueError.
     """
     plan = _make_plan(
         q,

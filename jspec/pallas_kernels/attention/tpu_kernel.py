@@ -1,11 +1,10 @@
 """The Mosaic kernel of TPU attention for rows of equal length: one program on one core.
 
-A grid step handles a few rows. A producer iterates over (row, block of pages) ahead of the consumer
-and copies pages with visible keys from HBM into a ring of buffers, NUM_BUFFERS - 1 blocks ahead and
-across rows. It fetches one row of the page table at a time into SMEM. New tokens are copied from
-HBM to HBM in runs of powers of two within a page, and also stored into the block in VMEM, so no
-read waits for a write. Blocks that all queries see need no mask; any other block is compiled at
-several widths, so that a few keys cost little.
+A grid step handles a few rows. A producer copies pages with visible keys from HBM into a ring of
+buffers, NUM_BUFFERS - 1 blocks ahead and across rows, and one row of the page table at a time into
+SMEM. New tokens are copied from HBM to HBM in runs of powers of two within a page, and also stored
+into the block in VMEM, so no read waits for a write. Blocks that all queries see need no mask;
+others are compiled at several widths, so that a few keys cost little.
 
 In:  R = 2, group = 3
 Out: packed rows 0 1 2 | 3 4 5 are queries 0 0 0 | 1 1 1; padded to 8 rows, which see nothing

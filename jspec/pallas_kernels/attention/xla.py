@@ -1,8 +1,7 @@
 """Paged attention in plain XLA, streaming over blocks of pages (online softmax).
 
-Rows of equal length: an iteration takes one block of keys of every row, and groups are rows (A =
-B). Packed prefill: an iteration takes one block of one row and all T queries (one group), masked to
-that row's queries. The trip count follows the contexts, not the page table.
+Rows of equal length: an iteration takes one block of keys of every row (A = B groups). Packed
+prefill: one block of one row and all T queries (one group), masked to that row's queries.
 """
 
 from __future__ import annotations
@@ -37,10 +36,8 @@ def attend(
     sinks: jax.Array | None,
     allowed: jax.Array | None = None,
 ) -> jax.Array:
-    """Return out[T, H, D]; padding queries return unspecified finite values.
-
-    allowed: bool[T, C], the slots of its row that a query may see, for rows of equal length.
-    """
+    """Return out[T, H, D]; padding queries return unspecified finite values. allowed: bool[T, C],
+    the slots of its row that a query may see, for rows of equal length."""
     page_size, width = kv_pages.shape[1], kv_pages.shape[-1]
     batch, pages_per_row = rows.page_table.shape
     num_heads, (num_kv, num_records) = q.shape[1], records_of(kv_pages)

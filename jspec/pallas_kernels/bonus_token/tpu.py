@@ -1,7 +1,7 @@
 """The gather of a verification's output on a TPU in one launch: ids, bonus token, hidden states.
 
-Hidden states are gathered by DMA. A bf16 row shares its 32-bit words with its neighbour and cannot
-be copied alone, so the aligned tile of 8 rows is copied, once for all path nodes in it.
+A bf16 row shares its 32-bit words with its neighbour, so the DMA copies the aligned tile of 8 rows,
+once for all path nodes in it.
 """
 
 from __future__ import annotations

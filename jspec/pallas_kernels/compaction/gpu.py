@@ -1,8 +1,7 @@
 """Compaction of accepted paths on an NVIDIA GPU (Pallas-Triton): up to 48 layers per launch.
 
-A program handles one row of the batch, a chunk of the columns of a KV slot [2G * D] and a few
-layers. It loads all sources into registers before it stores the first target. Programs are
-independent, since a row's sources and targets are on its own pages.
+A program handles one row, a chunk of the columns of a KV slot [2G * D] and a few layers. It loads
+all sources before it stores the first target, all on the row's own pages.
 """
 
 from __future__ import annotations

@@ -81,9 +81,8 @@ def compact_path(
     node_path: Int[Array, "B M"],
     num_accepted: Int[Array, "B"],
 ) -> Float[Array, "NP S *G2 D"]:
-    """Move the KV of the accepted nodes to the slots right after the root.
-
-    Slots L + node_path[i] go to L + i for 1 <= i <= num_accepted; all are read before any write.
+    """Move the KV of accepted nodes after the root: slots L + node_path[i] to L + i, 1 <= i <=
+    num_accepted.
 
     In:  L = 7, node_path = [0, 1, 3], num_accepted = 2    Out: slot 8 -> 8, slot 10 -> 9
     """

@@ -23,7 +23,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float, Int
 
-from jspec.pallas_kernels.delta_rule.gpu import CHANNELS, NEVER, exact_product
+from jspec.pallas_kernels.delta_rule.gpu_tree import CHANNELS, NEVER, exact_product
 from jspec.pallas_kernels.delta_rule.reference import BlockPlaces, Tokens, most_blocks
 from jspec.pallas_kernels.delta_rule.tuning import ChunkTuning, choose_chunks
 

@@ -74,9 +74,7 @@ def run_rows(
     nodes: int,
 ) -> tuple[Float[Array, "T Hv Dv"], Cache]:
     """Run `nodes` tokens of every row, a chain or the tree of rows.tail_mask; accept none yet.
-
-    inputs: of the convolution, the channels of all queries, keys, then values. rows: with slots.
-    """
+    inputs: of the convolution, the channels of all queries, keys, then values. rows: with slots."""
     slots = _given(rows.slots)
     own = take_rows(cache, slots)
     state, tail = folded(own, is_fresh=rows.prefix_lens == 0)
@@ -139,10 +137,8 @@ def run_chunks(
     *,
     run: RunBlocks | None = None,
 ) -> tuple[Float[Array, "T Hv Dv"], Cache]:
-    """Run packed chunks of prompts, whose tokens are all accepted; padding tokens give zeros.
-
-    run: `run_blocks`, or a kernel of the same results.
-    """
+    """Run packed chunks of prompts, whose tokens are all accepted; padding tokens give zeros. run:
+    `run_blocks`, or a kernel of the same results."""
     slots, size = _given(rows.slots), inputs.shape[0]
     own = take_rows(cache, slots)
     states, tail = folded(own, is_fresh=rows.prefix_lens == 0)
@@ -166,10 +162,8 @@ def run_chunks(
 def run_blocks(
     states: Float[Array, "R Hv Dk Dv"], tokens: Tokens, cu_q_lens: Int[Array, "R1"]
 ) -> tuple[Float[Array, "T Hv Dv"], Float[Array, "R Hv Dk Dv"]]:
-    """Return (outputs, states after the rows) of packed rows, a block of a row after the other.
-
-    No block has tokens of two rows; what `tokens` has after the last row is not read.
-    """
+    """Return (outputs, states after the rows) of packed rows. No block has tokens of two rows; what
+    `tokens` has after the last row is not read."""
     size = tokens.v.shape[0]
     block = min(BLOCK_TOKENS, size)
     places = BlockPlaces.of(cu_q_lens, block)

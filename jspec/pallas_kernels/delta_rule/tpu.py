@@ -1,8 +1,8 @@
 """A decode or tree step of the gated delta rule on a TPU: one launch reads and writes the states.
 
-A grid step has one row and a block of value heads, whose states are copied once from HBM to VMEM
-and once back, in place. XLA computes everything that is as small as a step's tokens (reference.py
-has the formulas). Products are float32's, six passes of the MXU.
+A grid step copies the states of one row and a block of value heads from HBM to VMEM and back, in
+place. XLA computes what is as small as a step's tokens (reference.py has the formulas). Products
+are float32's, six passes of the MXU.
 """
 
 from __future__ import annotations

@@ -29,10 +29,8 @@ def choose_tuning(*, rows: int, nodes: int) -> Tuning:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkTuning:
-    """Parameters of chunks of prompts that affect speed only, powers of two.
-
-    strip: columns of V of a program. channels: of keys, in a part of its state.
-    """
+    """Parameters for speed, powers of two. strip: columns of V of a program. channels: of keys, in
+    a part of its state."""
 
     strip: int = 32
     channels: int = 64

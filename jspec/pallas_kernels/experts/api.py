@@ -1,8 +1,5 @@
-"""Data of an MoE's experts: blocks of (token, expert) pairs, and the output before its last sum.
-
-A block has up to `tile_m` pairs of one expert, so it reads one expert's weights; its rows start at
-block * tile_m. Rows after its last pair are padding, which is neither written nor read.
-"""
+"""Data of an MoE's experts: blocks of up to `tile_m` (token, expert) pairs of one expert, and the
+output before its last sum. Rows after a block's last pair are neither written nor read."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jspec.device.pytree import pytree, static
-from jspec.spec.model_spec import Gate
+from jspec.spec.layers.feed_forward import Gate
 
 KERNEL_GATES = frozenset({Gate.SILU, Gate.SILU_WITHIN_7, Gate.CLAMPED})  # XLA computes the others
 
@@ -30,10 +27,7 @@ class Mixed:
 
     def sum(self) -> jax.Array:
         """Return [T, E]: sum_j weights[t, j] * row of (t, j), plus the same sum of the biases, plus
-        the shared expert's output.
-
-        Each sum is in float32, in the order of j, and is rounded to the dtype of rows.
-        """
+        the shared expert's output. Each is summed in float32, in the order of j, then rounded."""
         out = jnp.sum(self._pairs() * self.weights[..., None], axis=1).astype(self.rows.dtype)
         if self.bias is not None:
             out = out + biases_of(self.bias, self.ids, self.weights).astype(out.dtype)

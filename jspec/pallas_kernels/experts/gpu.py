@@ -1,8 +1,7 @@
-"""MoE experts on an NVIDIA GPU (Triton): weights are read in place, never gathered.
+"""MoE experts on an NVIDIA GPU (Triton), rounded like reference.run_experts.
 
 Two kernels have a program per (block of pairs of one expert, tile of columns): gate, up and
-activation, then down. Blocks of one expert are adjacent in the grid, so they find its weights in
-the L2 cache. Rounding is that of reference.run_experts.
+activation, then down. Blocks of one expert are adjacent in the grid, for the L2 cache.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from jspec.pallas_kernels.experts.gpu_blocks import make_blocks
 from jspec.pallas_kernels.experts.gpu_mxfp4 import packed_products
 from jspec.pallas_kernels.experts.reference import gated
 from jspec.pallas_kernels.experts.tuning import ExpertsTuning, check_tiles, sizes_of
-from jspec.spec.model_spec import Gate
+from jspec.spec.layers.feed_forward import Gate
 
 
 def run_experts(

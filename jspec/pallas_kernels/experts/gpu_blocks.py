@@ -1,8 +1,5 @@
-"""`blocks_of` in two launches on an NVIDIA GPU (Triton); XLA needs a sort and ten more.
-
-A program handles one expert. The first launch counts each expert's pairs. In the second, each
-expert sums the blocks of the experts before it, and its n-th pair goes to row n of its blocks.
-"""
+"""`blocks_of` in two launches on an NVIDIA GPU (Triton), with a program per expert: one counts each
+expert's pairs, the other gives its n-th pair row n of its blocks."""
 
 from __future__ import annotations
 

@@ -2,11 +2,11 @@
 
     norm_and_score -> [choose, for several tokens] -> gate_up -> down -> mixed_norm
 
-A program handles one (token, expert) pair and one tile of columns, and ends at once if an earlier
-pair has the same expert. Otherwise it multiplies the expert's weights by all of its tokens, at most
-16, the smallest tensor core tile; rows of other tokens are 0 and are not stored. For one token
-every program of the first product ranks the experts itself (gpu_router). A shared expert of the
-same size runs as one more expert, X. Rounding is that of gpu.py and add_norm/gpu.py.
+A program handles one (token, expert) pair and one tile of columns, and ends if an earlier pair has
+the same expert. Otherwise it multiplies the expert's weights by all of its tokens; rows of other
+tokens are 0 and are not stored. For one token every program of the first product ranks the experts
+itself (gpu_router). A shared expert of the same size runs as one more expert, X. Rounding is that
+of gpu.py and add_norm/gpu.py.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from jspec.pallas_kernels.experts.tuning import (
     check_tiles,
     sizes_of,
 )
-from jspec.spec.model_spec import Gate, MoESpec, Routing
+from jspec.spec.layers.feed_forward import Gate, MoESpec, Routing
 
 
 class Shared(NamedTuple):
@@ -79,10 +79,7 @@ def moe_of_sum(
     interpret: bool = False,
 ) -> tuple[Float[Array, "T E"], Float[Array, "T E"], Mixed]:
     """Return (x + delta, that sum's norm, the experts' output for it). params: of layers.moe.
-
-    shared: added to the output of every token. Raises ValueError unless there are 1 to MOST_TOKENS
-    tokens and the tiles divide E and I.
-    """
+    shared: added for every token. Raises ValueError for tokens or sizes that do not fit."""
     router, experts = params["router"], params["experts"]
     if not 1 <= x.shape[0] <= MOST_TOKENS:
         raise ValueError(f"{x.shape[0]} tokens; expected 1 to {MOST_TOKENS}")

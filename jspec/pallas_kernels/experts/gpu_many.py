@@ -18,7 +18,7 @@ from jspec.pallas_kernels.experts.api import Mixed
 from jspec.pallas_kernels.experts.gpu import run_experts
 from jspec.pallas_kernels.experts.gpu_router import choose, rule_of, score
 from jspec.pallas_kernels.experts.tuning import ExpertsTuning
-from jspec.spec.model_spec import MoESpec
+from jspec.spec.layers.feed_forward import MoESpec
 
 
 def moe_of_sum(

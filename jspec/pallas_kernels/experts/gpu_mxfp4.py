@@ -1,8 +1,5 @@
-"""Products with mxfp4 experts (device/mxfp4.py) inside a Triton kernel.
-
-An iteration loads the codes of several groups and the scales of the next iteration before it uses
-the first; otherwise one token's time would be the latency of small loads in sequence.
-"""
+"""Products with mxfp4 experts (device/mxfp4.py) inside a Triton kernel, which loads the codes of
+several groups and the next scales at once, to hide the latency of small loads."""
 
 from __future__ import annotations
 

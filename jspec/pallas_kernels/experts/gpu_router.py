@@ -1,9 +1,9 @@
 """MoE routing on an NVIDIA GPU (Triton): router product, top-k, weights; for few tokens the norm.
 
-The product is split along the inputs, so that many programs read the router's weights; `choose`
-sums the shares. The top-k are found by counting: an expert's rank is the number of experts ahead of
-it, and the lower index wins ties, as in lax.top_k. So the ids are always k distinct experts, even
-if logits are not finite. Rounding is that of XLA; weights and a sigmoid's logits are in float32.
+The product is split along the inputs, and `choose` sums the shares. An expert's rank is the number
+of experts ahead of it, and the lower index wins ties, as in lax.top_k: the ids are k distinct
+experts, even if logits are not finite. Rounding is that of XLA; weights and a sigmoid's logits are
+in float32.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float, Int
 
 from jspec.pallas_kernels.experts.tuning import RANKED_IN_PLACE
-from jspec.spec.model_spec import MoESpec, Routing
+from jspec.spec.layers.feed_forward import MoESpec, Routing
 
 SLICE = 256  # inputs of the router per program
 TILE = 16  # experts per program: 32 bytes of a row of weights
@@ -179,10 +179,10 @@ def choose(
     with_shared: bool = False,
     interpret: bool = False,
 ) -> tuple[Int[Array, "T k"], Float[Array, "T k"]]:
-    """Return (each token's experts, best first; f32 weights). dtype: of the rounded logits.
+    """Return (each token's experts, best first; f32 weights).
 
-    router_bias: the router bias, which affects the choice of a sigmoid router but not its weights
-    with_shared: add expert X, the shared one, with weight 1
+    dtype: of the rounded logits. router_bias: affects the choice only. with_shared: add expert X,
+    the shared one, with weight 1.
     """
     num_tokens = shares.shape[1]
     shape = (num_tokens, top_k + with_shared)

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 from jspec.device.weights import dense
 from jspec.pallas_kernels.experts.api import ExpertBlocks, Mixed, num_blocks
 from jspec.pallas_kernels.gated_mlp.reference import gated as silu_gated
-from jspec.spec.model_spec import Gate
+from jspec.spec.layers.feed_forward import Gate
 
 CLAMP, SLOPE = 7.0, 1.702  # gpt-oss; Step-3.5-Flash uses CLAMP, too
 

@@ -1,9 +1,8 @@
 """MoE experts for few tokens on a TPU (Mosaic): each weight is read in place, once.
 
-A grid step of the grouped product multiplies one block of pairs of one expert (api.py) by one tile
-of its columns. Columns are the outer grid axis, so adjacent blocks of one expert use the same tile,
-which is not copied again. The kernel reads weights in the order in which XLA stores them
-(`is_stored_transposed`), since copying them would cost more than the product.
+A grid step multiplies one block of pairs of one expert (api.py) by one tile of its columns. Columns
+are the outer grid axis, so adjacent blocks of one expert use the same tile, which is not copied
+again. Weights are read in the order in which XLA stores them (`is_stored_transposed`).
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from jaxtyping import Array, Float, Int
 
 from jspec.pallas_kernels.experts.api import ExpertBlocks, Mixed
 from jspec.pallas_kernels.experts.reference import blocks_of, gated
-from jspec.spec.model_spec import Gate
+from jspec.spec.layers.feed_forward import Gate
 
 # Average rows per expert up to which the kernel is used instead of XLA's product. Estimated: at
 # this many rows every chip is still bound by reading weights.
@@ -106,9 +105,8 @@ def grouped_product(
 
 
 def is_stored_transposed(size: int, columns: int) -> bool:
-    """Return whether XLA stores [X, size, columns] with `size` as the last axis.
-
-    It chooses the axis whose padding to 128 wastes less (observed in compiled programs).
+    """Return whether XLA stores [X, size, columns] with `size` last: the axis with less padding to
+    128.
 
     In:  2880, 1440    Out: True, since 1440 -> 1536 is 7% and 2880 -> 2944 is 2%
     """

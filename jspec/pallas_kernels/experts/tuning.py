@@ -1,9 +1,5 @@
-"""Tile sizes of the experts' GPU kernels, and the conditions for using them. No device is needed.
-
-To read weights at full speed, at least two programs per multiprocessor need about 64 KiB in flight
-each (decision 39). The kernels are used for prefill, too: XLA compiles its grouped product for GPUs
-as a dense one, with X times the arithmetic.
-"""
+"""Tile sizes of the experts' GPU kernels, and the conditions for using them (decision 39). No
+device is needed."""
 
 from __future__ import annotations
 
@@ -44,10 +40,8 @@ class ExpertsTuning:
         return 2 * max(gate_up, down)
 
     def problem(self, size: int, inner: int, *, is_packed: bool = False) -> str | None:
-        """Return why experts of E = size and I = inner cannot use these tiles, or None.
-
-        is_packed: iterations are whole groups (device/mxfp4.py), and the last may be shorter
-        """
+        """Return why experts of E = size and I = inner cannot use these tiles, or None. is_packed:
+        iterations are whole groups (device/mxfp4.py), and the last may be shorter."""
         tiles = {
             "gate_up_k": (self.gate_up_k, "E", size),
             "gate_up_n": (self.gate_up_n, "I", inner),
@@ -91,12 +85,8 @@ def check_tiles(tuning: ExpertsTuning, params: Mapping[str, Any]) -> Sizes:
 def choose_experts(
     num_pairs: int, *, num_experts: int, size: int, inner: int, is_packed: bool = False
 ) -> ExpertsTuning | None:
-    """Return tiles for num_pairs (token, expert) pairs, E = size and I = inner; None: use XLA.
-
-    None for sizes that no tile divides, for 0 pairs, and for packed weights if unpacking first is
-    faster. A block has capacity for the rows of most experts: a second block would read its weights
-    from the L2 cache, which costs more than idle rows.
-    """
+    """Return tiles for num_pairs (token, expert) pairs, E = size and I = inner; None: use XLA, for
+    sizes that no tile divides, 0 pairs, and packed weights if unpacking first is faster."""
     if not num_pairs or size % LEAST or inner % LEAST:
         return None
     if num_experts * size * 2 * inner > MOST_ELEMENTS:

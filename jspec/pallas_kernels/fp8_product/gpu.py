@@ -1,13 +1,12 @@
 """The product of quantized tokens and fp8 weights on Hopper GPUs (Mosaic GPU).
 
-A producer warp group copies tiles of tokens and weights by TMA into a ring in shared memory, and
-consumer warp groups multiply them in fp8 (wgmma), which needs both operands contiguous along the
-inputs: weights must be stored column-major. Blocks are persistent, and the ring continues across
-tiles.
+A producer warp group copies tiles by TMA into a ring in shared memory, and consumer warp groups
+multiply them in fp8 (wgmma), which needs column-major weights. Blocks are persistent, and the ring
+continues across tiles.
 
-With few tokens a multiprocessor has one narrow strip of columns, no split of K, and all shared
-memory holds bytes in flight. A stage is then only as long as the tokens; the other rows of a
-product of 64 read the next stage, and their results are dropped.
+With few tokens a multiprocessor has one narrow strip of columns and no split of K. A stage is then
+only as long as the tokens; the other rows of a product of 64 read the next stage, and their results
+are dropped.
 """
 
 from __future__ import annotations
@@ -35,13 +34,13 @@ from jspec.pallas_kernels.fp8_product.gpu_tokens import quantize
 from jspec.pallas_kernels.fp8_product.tuning import DEPTH, ProductTuning, choose
 from jspec.pallas_kernels.gated_mlp.tuning import LANES, Shared
 from jspec.pallas_kernels.hopper import (
-    LOG2E,
     MEMBER,
     Sweep,
     each,
     fill_ring,
     require_mosaic_gpu,
     ring_barriers,
+    silu_gated,
     swizzled,
 )
 
@@ -81,11 +80,8 @@ def product(
     is_gated: bool = False,
     interpret: Any = None,
 ) -> BFloat16[Array, "M N"]:
-    """Return x @ weight; is_gated: silu(x @ gate) * (x @ up), of the weight's two halves.
-
-    weight: read as codes.T, which is free if it is stored so. interpret: parameters of the GPU
-    interpreter. Raises ValueError if `tuning` does not fit.
-    """
+    """Return x @ weight; is_gated: silu(x @ gate) * (x @ up), of the weight's two halves. weight:
+    read as codes.T, which is free if stored so. Raises ValueError if `tuning` does not fit."""
     return _launch(x, weight, tuning=tuning, is_gated=is_gated, interpret=interpret)
 
 
@@ -419,7 +415,7 @@ class _BlockScales:
 def _write(plan: _Plan, out: Any, staged: Any, rows: Any, column: jax.Array, sums: Columns) -> None:
     consumer = lax.axis_index("warpgroup")
     values = [total.astype(jnp.bfloat16) for total in sums]
-    result = values[0] if plan.halves == 1 else _gated(*values)
+    result = values[0] if plan.halves == 1 else silu_gated(*values)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     pieces = range(plan.tuning.tile_n // plan.piece)
     for piece in pieces:
@@ -428,10 +424,3 @@ def _write(plan: _Plan, out: Any, staged: Any, rows: Any, column: jax.Array, sum
     for piece in pieces:
         columns = pl.ds(column * plan.tuning.tile_n + piece * plan.piece, plan.piece)
         plgpu.copy_smem_to_gmem(staged.at[consumer, piece], out.at[rows, columns])
-
-
-def _gated(gate: jax.Array, up: jax.Array) -> jax.Array:
-    wide = gate.astype(jnp.float32)
-    # 1 / y is rsqrt(y) squared, as in gated_mlp/gpu.py.
-    root = lax.rsqrt(1.0 + jnp.exp2(wide * -LOG2E))
-    return (wide * root * root * up.astype(jnp.float32)).astype(gate.dtype)

@@ -47,10 +47,8 @@ class ProductTuning:
         return ring + self.tile_m * self.tile_n * 2
 
     def problem(self, m: int, k: int, columns: int, *, halves: int, by_blocks: bool) -> str | None:
-        """Return why this kernel cannot compute [m, k] @ [k, columns], or None.
-
-        halves: 2 for a gated product. by_blocks: the weights have a scale per 128 x 128.
-        """
+        """Return why this kernel cannot compute [m, k] @ [k, columns], or None. halves: 2 for a
+        gated product. by_blocks: the weights have a scale per 128 x 128."""
         across = halves * self.tile_n * self.cluster_tiles[1]
         wide = halves * self.tile_n
         unit = 8 * (self.cluster if self.shared is Shared.WEIGHTS else 1)  # whole swizzled rows

@@ -1,10 +1,9 @@
 """The gated product of an MLP on Hopper GPUs: silu(x @ gate) * (x @ up).
 
-A tile of the result uses the same columns of gate and up, adjacent in one accumulator, so only the
-result is written. A producer warp group copies tiles by TMA into a ring in shared memory and two
-consumer warp groups multiply. Blocks are persistent, and the ring continues across tiles. The
-epilogue is hidden: a tile's sums are rounded to bf16 and become results piece by piece during the
-first steps of the next tile. Rounding is that of reference.gated_product.
+A tile of the result uses the same columns of gate and up, adjacent in one accumulator. A producer
+warp group copies tiles by TMA into a ring in shared memory and two consumer warp groups multiply.
+Blocks are persistent, and the ring continues across tiles. A tile's sums become results piece by
+piece during the first steps of the next tile. Rounding is that of reference.gated_product.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ from jaxtyping import Array, BFloat16
 
 from jspec.pallas_kernels.gated_mlp.tuning import GatedTuning, Layout, Shared
 from jspec.pallas_kernels.hopper import (
-    LOG2E,
     MEMBER,
     SWIZZLE,
     Sweep,
@@ -33,6 +31,7 @@ from jspec.pallas_kernels.hopper import (
     has_mosaic_gpu,
     require_mosaic_gpu,
     ring_barriers,
+    silu_gated,
     swizzled,
 )
 
@@ -93,10 +92,7 @@ def gated_product(
     interpret: Any = None,
 ) -> BFloat16[Array, "M N"]:
     """Return silu(x @ w[:, :N]) * (x @ w[:, N:]). Raises ValueError if `tuning` does not fit.
-
-    tuning: static; Layout.OUT_IN reads w as w.T, which is free if it is stored so. interpret:
-    parameters of the GPU interpreter.
-    """
+    Layout.OUT_IN reads w as w.T, which is free if it is stored so."""
     return _launch(x, w, tuning=tuning, interpret=interpret)
 
 
@@ -190,12 +186,8 @@ def _launch(x: jax.Array, w: jax.Array, *, tuning: GatedTuning, interpret: Any) 
 
 
 def _scratch(plan: _Plan) -> dict[str, Any]:
-    """Return the ring, its barriers and the epilogue's staging buffers.
-
-    One copy loads gate and up: [tile_k, 2, tile_n] of weights [K, 2, N], in tiles of 8 x 1 x 64, is
-    stored like [tile_k, 2 * tile_n] in wgmma's tiles of 8 x 64. The interpreter cannot reinterpret
-    one as the other, so it copies gate and up separately.
-    """
+    """Return the ring, its barriers and the epilogue's staging buffers. The interpreter cannot read
+    [tile_k, 2, tile_n] as [tile_k, 2 * tile_n], so it copies gate and up separately."""
     tuning, stages = plan.tuning, plan.tuning.num_stages
     ring = partial(plgpu.SMEM, dtype=jnp.bfloat16)
     split, tiling = (tuning.tile_k, 2, plan.columns), (8, 1, 64)
@@ -344,7 +336,7 @@ def _write(
     consumer = lax.axis_index("warpgroup")
     first = piece * tuning.piece
     up = plan.columns + first
-    values = _gated(sums[:, first : first + tuning.piece], sums[:, up : up + tuning.piece])
+    values = silu_gated(sums[:, first : first + tuning.piece], sums[:, up : up + tuning.piece])
     buffer = staged.at[consumer, piece % plan.num_buffers]
     plgpu.wait_smem_to_gmem(plan.num_buffers - 1, wait_read_only=True)
     buffer[...] = values
@@ -352,10 +344,3 @@ def _write(
     row, column = place
     own = pl.ds(row * tuning.tile_m + consumer * rows, rows)
     plgpu.copy_smem_to_gmem(buffer, out.at[own, pl.ds(column * plan.columns + first, tuning.piece)])
-
-
-def _gated(gate: jax.Array, up: jax.Array) -> jax.Array:
-    wide = gate.astype(jnp.float32)
-    # 1 / y is rsqrt(y) squared: one instruction instead of ten. If exp2 overflows, it is 0.
-    root = lax.rsqrt(1.0 + jnp.exp2(wide * -LOG2E))
-    return (wide * root * root * up.astype(jnp.float32)).astype(gate.dtype)

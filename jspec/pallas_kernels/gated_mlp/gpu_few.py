@@ -1,8 +1,8 @@
 """The gated product of an MLP for at most 32 tokens with column-major weights on a GPU (Triton).
 
-Several tokens are padded with 0 to the 16 or 32 columns of a tensor core product. One token uses no
-tensor cores: products are accumulated per lane and reduced at the end, so all loads are in flight
-at once. Rounding is that of reference.gated_product.
+Several tokens are padded with 0 to the 16 or 32 columns of a tensor core product. One token's
+products are accumulated per lane and reduced at the end. Rounding is that of
+reference.gated_product.
 """
 
 from __future__ import annotations

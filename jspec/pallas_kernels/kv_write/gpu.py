@@ -2,8 +2,6 @@
 
 A program handles up to 16 heads of one token. Padding tokens have the dummy page 0, which several
 programs may write at once and none reads.
-
-Example, H = 2, G = 1: heads 0 and 1 are q; head 2 is K_0, pool head 0; head 3 is V_0, pool head 1.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
 """Norms and RoPE of heads, and writing K and V to pages: the definition, which gpu.py fuses.
 
-RoPE (Su et al., 2021) is half-split, as in Llama; some families norm q and k before it (Qwen3). A
-KV pool is [num_pages, page_size, 2 * G, D]: head 2g is K_g, head 2g + 1 is V_g. A latent pool
-[num_pages, page_size, D] has one record per token, which is both K and V of one head. Page 0 is the
-dummy, which takes all writes that must go nowhere else. Indices are never negative.
+RoPE (Su et al., 2021) is half-split, as in Llama. A KV pool is [num_pages, page_size, 2 * G, D]:
+head 2g is K_g, head 2g + 1 is V_g. A latent pool [num_pages, page_size, D] has one record per
+token, which is both K and V of one head. Page 0 is the dummy, which takes all writes that must go
+nowhere else. Indices are never negative.
 
 Written values are finite: 0 times NaN is NaN, so one row's overflow would reach every query whose
-product includes that slot, visible or not. An FP8 pool (e4m3) holds K and V divided by the layer's
-scales, in float32, then rounded to nearest, ties to even, and saturated. Every query sees the
-stored values, also of tokens of its own step.
+product includes that slot. An FP8 pool (e4m3) holds K and V divided by the layer's scales, in
+float32, then rounded to nearest, ties to even, and saturated. Every query sees the stored values,
+also of tokens of its own step.
 """
 
 from __future__ import annotations

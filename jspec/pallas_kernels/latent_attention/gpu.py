@@ -1,11 +1,10 @@
 """Attention over paged latents for Hopper GPUs (Mosaic GPU): rows of equal length, bf16 or f16.
 
-A program handles one row, a tile of up to 64 of its queries (queries x heads, the M of a wgmma
-product) and one share of the row's keys. A producer copies blocks of 64 records by TMA into a ring
-in shared memory; V is the first part of a record, so each is read once for both products. Each of
-two consumers has half of V's columns, as registers limit the sums, and both compute all scores, so
-no consumer waits for the other. gpu_merge.py merges the shares. P is cast to the pool's type before
-the second product, and each share's result before the merge.
+A program handles one row, up to 64 of its queries (queries x heads, the M of a wgmma product) and
+one share of the row's keys. A producer copies blocks of 64 records by TMA into a ring in shared
+memory. Each of two consumers has half of V's columns, as registers limit the sums, and both compute
+all scores, so no consumer waits for the other. gpu_merge.py merges the shares. P is cast to the
+pool's type before the second product, and each share's result before the merge.
 """
 
 from __future__ import annotations
@@ -28,6 +27,7 @@ from jspec.pallas_kernels.attention.gpu_plan import NUM_SMS, TILE_ROWS, BlockPla
 from jspec.pallas_kernels.hopper import (
     LOG2E,
     NOTHING,
+    add_values,
     fold_scores,
     has_mosaic_gpu,
     interpret_options,
@@ -356,25 +356,8 @@ def _absorb(
     mixed = mixed * lax.broadcast_in_dim(fade, mixed.shape, [0])
     rounded = weights.astype(shape.dtype)
     values = records.at[:, pl.ds(number * shape.columns, shape.columns)]
-    return new_top, total, _mix(shape, refs, number, rounded, values, mixed)
-
-
-def _mix(shape: _Shape, refs: _Refs, number: int, weights: Any, values: Any, mixed: Any) -> Any:
-    """Return mixed + P V with a running accumulator, which interpret mode does not support."""
-    if shape.interpreted:
-        refs.weights[number] = weights
-        plgpu.commit_smem()
-
-        def apart(acc: Any) -> Any:
-            plgpu.wgmma(acc, refs.weights.at[number], values)
-            return acc[...]
-
-        return mixed + pl.run_scoped(apart, plgpu.WGMMAAccumulatorRef(mixed.shape, jnp.float32))
-
-    def running(acc: Any) -> None:
-        plgpu.wgmma(acc, weights, values)
-
-    return pl.run_state(running)(plgpu.WGMMAAccumulatorRef.init(mixed))
+    staged = refs.weights.at[number] if shape.interpreted else None
+    return new_top, total, add_values(mixed, rounded, values, staged=staged)
 
 
 def _clean(shape: _Shape, refs: _Refs, work: _Work, number: int, slot: Any, block: Any) -> None:

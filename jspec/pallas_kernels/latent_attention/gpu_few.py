@@ -3,9 +3,8 @@
     down -> queries and records -> absorb -> [attend] -> values -> [the output's product]
 
 `down` multiplies by both low-rank projections, split along the inputs; each program of the next
-product norms its queries itself, and one program makes the records; `absorb` rotates and places the
-rest of each query. Tokens are padded to the 16 rows of a tensor core tile. Rounding is that of
-layers/latent_attention.py.
+product norms its queries itself, and one makes the records; `absorb` rotates and places the rest of
+each query. Rounding is that of layers/latent_attention.py.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float
 
 from jspec.pallas_kernels.kv_write.reference import turn
-from jspec.spec.model_spec import LatentAttentionSpec
+from jspec.spec.layers.attention import LatentAttentionSpec
 
 MOST_TOKENS = 16  # rows of the smallest tensor core tile
 DEEP = 64  # inputs of one iteration

@@ -3,18 +3,14 @@
     score of a token = sum over index heads h of w_h * relu(q_h . k), in float32
 
 with the query's q and w and the token's cached index key k. A query attends to the `top_k` tokens
-with the highest scores among those that it sees (attention/api.py): a prefix's tokens and, in a
-tree, its own ancestors. The token at the lower slot wins ties; what a query sees ascends in slots
-as in positions. Queries run in blocks, so that the memory does not grow with their number times the
-context.
+with the highest scores among those that it sees (attention/api.py); the token at the lower slot
+wins ties. Queries run in blocks, which bounds the memory.
 
-Packed chunks gather the records that each query selected: their time does not grow with the
-context. Rows of equal length, whose few queries share one read of the row, mask what is not
-selected: with 8 rows of 4 queries, 64 heads and contexts of 4096 on a CPU, gathering 2048 records
-took five times as long.
+Packed chunks gather the records that each query selected. Rows of equal length, whose few queries
+share one read of the row, mask what is not selected, which is several times faster.
 
-If no row of a call has more than `top_k` tokens, everything is selected: the attention is the dense
-one, bit for bit. For a query with few tokens beside longer rows it is so up to rounding.
+If no row of a call has more than `top_k` tokens, the attention is the dense one, bit for bit. For a
+query with few tokens beside longer rows it is so up to rounding.
 """
 
 from __future__ import annotations
@@ -67,11 +63,8 @@ def select(
     queries_per_row: int | None,
     top_k: int,
 ) -> Int[Array, "T K"] | None:
-    """Return the slots that each query attends to, by descending score, then -1.
-
-    keys: the pool, which has this call's tokens. None: no row can have more than `top_k` tokens. If
-    none of this call has (`all_selected`), the result is -1 alone and not to be read.
-    """
+    """Return the slots that each query attends to, by descending score, then -1. keys: the pool,
+    with this call's tokens. If all are selected (or keys is None), -1 alone, not to be read."""
     num_queries, page_size = index.queries.shape[0], keys.shape[1]
     num_slots = rows.page_table.shape[1] * page_size
     if top_k >= num_slots:

@@ -9,9 +9,6 @@ The packed layout of attention/api.py, without a tail mask and with K and V alre
     to the last block of keys that some query sees. Blocks that every query sees need no mask.
   - With `takes_turns` one consumer multiplies while the other computes its softmax (ping-pong).
   - For an FP8 pool one more warp group converts blocks to f16, into a second ring of two buffers.
-
-P is cast to the pool's type (f16 for FP8) before the second product; in interpret mode it passes
-through shared memory.
 """
 
 from __future__ import annotations
@@ -31,6 +28,7 @@ from jspec.pallas_kernels.attention.gpu_plan import TILE_ROWS
 from jspec.pallas_kernels.hopper import (
     LOG2E,
     NOTHING,
+    add_values,
     check_attention,
     fold_scores,
     interpret_options,
@@ -39,11 +37,7 @@ from jspec.pallas_kernels.hopper import (
     widened,
     zero_unwritten,
 )
-from jspec.pallas_kernels.prefill.gpu_plan import (
-    PrefillPlan,
-    packed_heads,
-    plan_prefill,
-)
+from jspec.pallas_kernels.prefill.gpu_plan import PrefillPlan, packed_heads, plan_prefill
 from jspec.pallas_kernels.prefill.gpu_tasks import Task, Walk, for_each_task, walk_of
 from jspec.pallas_kernels.prefill.tuning import Tuning, choose_tuning
 from jspec.spec.cache_entry import FP8
@@ -486,27 +480,10 @@ def _absorb(
         # The softmax must not be moved past this point, into the other's turn.
         operand, new_top, total, mixed = lax.optimization_barrier((operand, new_top, total, mixed))
         _pass_turn(refs)
-    mixed = _mix(shape, refs, warpgroup, operand, values, mixed)
+    staged = refs.weights.at[warpgroup] if shape.interpreted else None
+    mixed = add_values(mixed, operand, values, staged=staged)
     plgpu.barrier_arrive((refs.released if shape.widens else refs.emptied).at[slot])
     return new_top, total, mixed
-
-
-def _mix(shape: _Shape, refs: _Refs, warpgroup: Any, operand: Any, values: Any, mixed: Any) -> Any:
-    """Return mixed + P V with a running accumulator, which interpret mode does not support."""
-    if shape.interpreted:
-        refs.weights[warpgroup] = operand
-        plgpu.commit_smem()
-
-        def apart(acc: Any) -> Any:
-            plgpu.wgmma(acc, refs.weights.at[warpgroup], values)
-            return acc[...]
-
-        return mixed + pl.run_scoped(apart, plgpu.WGMMAAccumulatorRef(mixed.shape, jnp.float32))
-
-    def running(acc: Any) -> None:
-        plgpu.wgmma(acc, operand, values)
-
-    return pl.run_state(running)(plgpu.WGMMAAccumulatorRef.init(mixed))
 
 
 def _clean(shape: _Shape, refs: _Refs, walk: Walk, warpgroup: Any, slot: Any, block: Any) -> None:

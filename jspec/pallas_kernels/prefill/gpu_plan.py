@@ -1,8 +1,5 @@
-"""The schedule of packed prefill in blocks of queries and keys. Plain XLA.
-
-For a block of packed queries, gpu.py iterates over the keys of each row in it, with a mask only
-where some query does not see a whole block of keys. All layers with one window share a plan.
-"""
+"""The schedule of packed prefill in blocks of queries and keys, for all layers with one window.
+Plain XLA. Each row's keys have a mask only where some query does not see a whole block."""
 
 from __future__ import annotations
 

@@ -128,11 +128,8 @@ def attend_packed(
     sizes: BlockSizes | None = None,
     interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """Return (out[T, H, D], kv_pages') for q[T, H, Dq] packed by row; see attention/api.py.
-
-    Padding queries return zeros. interpret: pallas_call's argument (interpret mode forced from
-    outside would reach a view that it does not support). Raises ValueError at trace time.
-    """
+    """Return (out[T, H, D], kv_pages') for q[T, H, Dq] packed by row (attention/api.py). Padding
+    queries return zeros. interpret: pallas_call's argument. Raises ValueError."""
     head_bytes = kv_pages.shape[3] * kv_pages.dtype.itemsize
     sizes = sizes or BlockSizes.for_heads(kv_pages.shape[2] // 2, head_bytes)
     _check(q, kv_pages, rows, scale=scale, sizes=sizes)
@@ -391,10 +388,8 @@ def _each_copy_in(
 
 
 def _each_copy_out(shape: Shape, refs: _Refs, act: Act) -> None:
-    """Start or await the copies of this block's new tokens to their slots, page by page.
-
-    DMA sizes are static, so a page's slots go in pieces of 2^i slots: 7 as 4, 2 and 1.
-    """
+    """Start or await the copies of this block's new tokens to their slots, page by page, in pieces
+    of 2^i slots: DMA sizes are static."""
     if not shape.writes:
         return
     size = shape.page_size
@@ -429,10 +424,8 @@ def _each_copy_out(shape: Shape, refs: _Refs, act: Act) -> None:
 
 
 def _begin(shape: Shape, refs: _Refs) -> None:
-    """Start every softmax at its sink, whose weight is in one lane of the totals.
-
-    Without sinks the score is so low that the first real key cancels it.
-    """
+    """Start every softmax at its sink, whose weight is in one lane of the totals; without sinks at
+    a score so low that the first real key cancels it."""
     if shape.has_sinks:
         sinks = refs.sinks[...].T
         for head in range(shape.num_kv):
@@ -445,10 +438,8 @@ def _begin(shape: Shape, refs: _Refs) -> None:
 
 
 def _split(shape: Shape, refs: _Refs, stream: jax.Array, step: jax.Array, half: jax.Array) -> None:
-    """Split the landed keys into K and V of each head, with zeros outside of the range to read.
-
-    Zeros, because a weight of 0 would not hide the NaN of unwritten slots.
-    """
+    """Split the landed keys into K and V of each head, with zeros outside of the range to read: a
+    weight of 0 would not hide the NaN of unwritten slots."""
     first, last = _span(shape, refs, stream)
     origin = _origin(shape, stream, first) + step * shape.keys
 
@@ -468,12 +459,8 @@ def _split(shape: Shape, refs: _Refs, stream: jax.Array, step: jax.Array, half: 
 def _key_and_value(
     shape: Shape, refs: _Refs, half: jax.Array, head: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Return f32[keys, D] of K and of V of one head from the landed pairs of all heads.
-
-    In bfloat16 a pair is one 32-bit word with K in the low half. One strided load of every G-th
-    line takes a tenth of the instructions of slicing the value, but needs width 128 and a compiled
-    kernel.
-    """
+    """Return f32[keys, D] of K and of V of one head from the landed pairs of all heads. A bfloat16
+    pair is one 32-bit word, K low, of which one strided load takes every G-th line."""
     num_kv, packed = shape.num_kv, refs.landing.dtype == jnp.bfloat16
     if shape.interpreted or refs.landing.shape[3] != LANES:
         landed = refs.landing[half]

@@ -51,10 +51,8 @@ class BlockSizes:
 
     @classmethod
     def for_heads(cls, num_kv: int, head_bytes: int = 256) -> BlockSizes:
-        """Return sizes for which all kv heads of a block fit VMEM at once.
-
-        head_bytes: of a key of one head, in the pool.
-        """
+        """Return sizes for which all kv heads of a block fit VMEM at once. head_bytes: of a key of
+        one head."""
         rows = min(max(4096 // num_kv // LANES, 1) * LANES, 1024)
         keys = STEP_BYTES // (2 * num_kv * head_bytes) // LANES * LANES
         keys = min(max(1 << keys.bit_length() - 1, LANES), 512)

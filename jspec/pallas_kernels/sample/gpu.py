@@ -1,11 +1,10 @@
 """Fused sampling on GPUs: temperature, noise and argmax in one read of the logits (Pallas-Triton).
 
 One program per row and chunk of the vocabulary writes its best (value, id) by logit(v) + T *
-g(seed, position, v), with the noise of device/noise.py generated in registers; XLA reduces these,
-and the lowest id wins ties. At T > 0 a cheap rough score that is never below the exact score is
-computed first. The token with the highest rough score is scored exactly, and wins the chunk if no
-other rough score reaches its exact score; otherwise all tokens are scored exactly. NaN counts as
--infinity.
+g(seed, position, v), with the noise of device/noise.py; XLA reduces these, and the lowest id wins
+ties. At T > 0 a cheap rough score, never below the exact one, comes first. The token with the
+highest is scored exactly, and wins if no other rough score reaches its exact score; otherwise all
+tokens are scored exactly. NaN counts as -infinity.
 """
 
 from __future__ import annotations
@@ -119,11 +118,8 @@ def _lowest(token_ids: jax.Array, where: jax.Array) -> jax.Array:
 
 
 def _rough_gumbel(bits: jax.Array, *, interpret: bool) -> jax.Array:
-    """Bound noise.gumbel_from_bits from above (to 2e-5), closely where it is large.
-
-    g = -log(E), E = -log1p(-u) = u + u^2/2 + u^3/3 + ...: the first terms alone are less than E, so
-    their -log is more than g. It uses one hardware instruction, accurate to 2**-22 of its result.
-    """
+    """Bound noise.gumbel_from_bits from above (to 2e-5), closely where it is large: g = -log(E),
+    and E = u + u^2/2 + u^3/3 + ... is more than its first terms."""
     u = bits.astype(jnp.float32) * jnp.float32(2.0**-32) + jnp.float32(2.0**-33)
     tail = u * (jnp.float32(1 / 3) + u * jnp.float32(0.25))
     terms = u + u * u * (jnp.float32(0.5) + tail)

@@ -47,9 +47,7 @@ def sample(
     first_id: jax.Array | int = 0,
 ) -> tuple[Float[Array, "T"], Int[Array, "T"]]:
     """Return (value, id) of each row; ids count from `first_id`, this vocabulary shard's first.
-
-    temperature, seed: each for T / B consecutive rows. threshold: the least logit to choose.
-    """
+    temperature, seed: each for T / B consecutive rows. threshold: the least logit to choose."""
     logits = without_nan(logits.astype(jnp.float32))
     token_ids = jnp.arange(logits.shape[1], dtype=jnp.int32) + first_id
     nodes = logits.shape[0] // temperature.shape[0]

@@ -1,8 +1,7 @@
 """The draft trees of a sequence, for requests with return_draft_trees.
 
-Such a row runs the programs of rows with a grammar, which show the host every tree before it is
-verified (decision 23). A watcher takes the grammar's place, allows the same tokens (or all), and
-records the tree. So no program needs another output.
+Such a row runs the programs of rows with a grammar, which show the host every tree (decision 23). A
+watcher in the grammar's place allows the same tokens (or all) and records the tree.
 """
 
 from __future__ import annotations

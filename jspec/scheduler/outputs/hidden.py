@@ -38,11 +38,8 @@ class SequenceHidden:
             self._num_known = end
 
     def of_ids(self, count: int) -> tuple[np.ndarray, ...]:
-        """Return the states of the ids that the cut kept, f32[E] each.
-
-        The first entry has the states of the whole prompt, f32[prompt, E]; the last of them chose
-        the first id. It is returned even without an id.
-        """
+        """Return the states of the ids that the cut kept, f32[E] each. The first entry has those of
+        the whole prompt, f32[prompt, E], also without an id."""
         found, self._of_round = self._of_round[:count], ()
         if self._is_prompt_out or self._num_known < self._total:
             return found

@@ -1,8 +1,5 @@
-"""Log-probabilities of one sequence between steps and chunks.
-
-A round's values wait until its ids are cut. The prompt's values come with its chunks and wait for
-the first token. When a retracted prompt is prefilled again, known values are not taken twice.
-"""
+"""Log-probabilities of one sequence between steps and chunks. A round's values wait until its ids
+are cut, a prompt's for the first token; after a retraction, known ones are not taken twice."""
 
 from __future__ import annotations
 

@@ -1,9 +1,5 @@
-"""Text and counters of a sequence, made by its reader from committed pieces.
-
-A piece has the ids after the cut, and the reason if the sequence ends. Its text is made on the
-reader's thread, so that no step waits for it, unless the text may end the row in a way that ids do
-not show.
-"""
+"""Text and counters of a sequence, made by its reader from committed pieces: the ids after the cut,
+and the reason if the sequence ends. No step waits for its text, unless that may end the row."""
 
 from __future__ import annotations
 
@@ -118,8 +114,8 @@ class TokenHistory:
 class Tally:
     """Verification counters of one sequence or of all. Plain decoding verifies nothing.
 
-    Accepted drafts are those that survived the cut. A truncated step (num_kept < num_emitted,
-    always a sequence's last) does not count in the `full_` counters.
+    Accepted drafts survived the cut. A truncated step (num_kept < num_emitted, always a sequence's
+    last) does not count in the `full_` counters.
     """
 
     def __init__(self, draft_shape: SpeculativeConfig) -> None:
@@ -131,9 +127,7 @@ class Tally:
 
     def add(self, *, num_emitted: int, num_kept: int, num_proposed: int | None = None) -> None:
         """Count one verification that emitted `num_emitted` ids, of which the cut kept `num_kept`.
-
-        num_proposed: drafts that it verified; 0: a plain step; None: N - 1.
-        """
+        num_proposed: drafts that it verified; 0: a plain step; None: N - 1."""
         if num_proposed == 0:
             return
         num_accepted = surviving_drafts(num_emitted, num_kept)
@@ -179,8 +173,6 @@ NO_COUNTERS = SpecCounters()
 
 
 def surviving_drafts(num_emitted: int, num_kept: int) -> int:
-    """Return the accepted drafts among the first num_kept of num_emitted ids.
-
-    The last id is the bonus token. Emitted a1 a2 y: kept 3 → 2, kept 2 → 2, kept 1 → 1.
-    """
+    """Return the accepted drafts among the first num_kept of num_emitted ids, the last of which is
+    the bonus token. Emitted a1 a2 y: kept 3 → 2, kept 2 → 2, kept 1 → 1."""
     return min(num_emitted - 1, num_kept)

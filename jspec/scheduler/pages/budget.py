@@ -29,10 +29,8 @@ HEADROOM_ROUNDS = 8
 def pages_for_decode(limits: ServeLimits, committed: int, *, unread_tokens: int, last: int) -> int:
     """Return the pages that a row must have before a decode step of any shape.
 
-    unread_tokens: most tokens that its unread rounds can have emitted, the sum of their M.
-
-    Covers the first round of the step and later rounds that can start at `last` (`last_committed`)
-    or before. A later start emits nothing that is kept; it gets no pages and writes to page 0.
+    unread_tokens: the sum of M over its unread rounds. Covers rounds that start at `last`
+    (`last_committed`) or before; a later one emits nothing that is kept and writes to page 0.
     """
     first = committed + unread_tokens
     final = first + (limits.scheduling.num_rounds - 1) * limits.draft_shape.max_emitted
@@ -51,19 +49,14 @@ def pages_for_admission(limits: ServeLimits, fill_len: int, *, num_tokens_left: 
 
 
 def last_committed(prompt_len: int, max_new_tokens: int) -> int:
-    """Return the largest L at which a decode with nothing unread can start, at least prompt_len.
-
-    At L, L - prompt_len + 1 tokens are emitted, because the sequence has L + 1 tokens (the root's
-    KV is not written). A decode needs at least one token still to come.
-    """
+    """Return the largest L at which a decode with nothing unread can start, at least prompt_len: L
+    - prompt_len + 1 tokens are emitted by then, and at least one must be to come."""
     return max(prompt_len + max_new_tokens - 2, prompt_len)
 
 
 def pages_at_most(limits: ServeLimits, *, last: int, keep: int | None) -> int:
-    """Return the most pages that a row has between two plans. last: `last_committed`.
-
-    keep: keys that a query of the space's layers sees; None: all.
-    """
+    """Return the most pages that a row has between two plans. last: `last_committed`. keep: keys
+    that a query of the space's layers sees; None: all."""
     whole = indexing.num_pages(limits.reserved_tokens_at_most(last), limits.pool.page_size)
     return min(limits.pages_per_row if keep is None else limits.window_pages_per_row(keep), whole)
 
@@ -81,10 +74,10 @@ def pages_ahead(limits: ServeLimits, committed: int, *, last: int) -> int:
 def check_batch(
     limits: ServeLimits, requests: Sequence[Request], *, in_use: Collection[str], num_queued: int
 ) -> list[int]:
-    """Return max_new_tokens of each request, clipped (`clip_max_new_tokens`).
+    """Return max_new_tokens of each request, clipped.
 
     in_use: ids of the unfinished requests. Raises RequestError for a request that can never run,
-    QueueFullError if they do not all fit into the queue.
+    QueueFullError if not all fit into the queue.
     """
     names: set[str] = set()
     for request in requests:
@@ -127,10 +120,8 @@ def check_request(limits: ServeLimits, request: Request) -> int:
 
 
 def check_prompt(limits: ServeLimits, prompt_len: int, sampling: SamplingParams) -> int:
-    """Return max_new_tokens, clipped (`clip_max_new_tokens`).
-
-    Raises RequestError for an impossible length or parameters that no program supports.
-    """
+    """Return max_new_tokens, clipped (`clip_max_new_tokens`). Raises RequestError for an impossible
+    length or parameters that no program supports."""
     if sampling.return_logprob and not limits.programs.logprobs:
         raise RequestError(
             "return_logprob is true; expected false, since the engine was started with "
@@ -154,12 +145,10 @@ def check_number(limits: ServeLimits, num_requests: int) -> None:
 def clip_max_new_tokens(limits: ServeLimits, prompt_len: int, max_new_tokens: int | None) -> int:
     """Return max_new_tokens clipped to the pool; None: the default, clipped to the context too.
 
-    A sequence that reaches the bound finishes with "length". The result is at least 1, since the
-    prefill alone emits one token without scratch; 0 stays 0. As in SGLang, an explicit value beyond
-    the context is an error, a default is clipped, and a small pool clips both.
-
-    Raises RequestError for a prompt that is empty, is longer than the pool, or leaves no space in
-    the context for a token or for max_new_tokens. Every other request can run, at worst alone.
+    The result is at least 1, since the prefill alone emits one token; 0 stays 0. As in SGLang, an
+    explicit value beyond the context is an error. Raises RequestError for a prompt that is empty,
+    is longer than the pool, or leaves no space in the context for a token or for max_new_tokens.
+    Every other request can run, at worst alone.
     """
     if prompt_len < 1:
         raise RequestError("the prompt has 0 tokens; expected at least 1")

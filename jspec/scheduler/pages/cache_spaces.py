@@ -45,10 +45,8 @@ class Hit:
 
 
 class CacheSpaces:
-    """All cache spaces by id: 0 is the full space, i is that of limits.windows[i - 1].
-
-    Snapshots of states have the last id. Without limits.prefix_cache no pages are cached.
-    """
+    """All cache spaces by id: 0 is the full space, i is that of limits.windows[i - 1]; snapshots
+    have the last. Without limits.prefix_cache no pages are cached."""
 
     def __init__(self, limits: ServeLimits, *, weight_version: str = DEFAULT_VERSION) -> None:
         self._limits = limits

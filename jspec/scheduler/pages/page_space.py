@@ -161,10 +161,8 @@ class PageSpace:
         return sum(self._users[node.records[self.index]] > 0 for node in path)
 
     def admit(self, path: Sequence[Node], *, last: int, end: int) -> RowPages:
-        """Return a new row's pages: cached ones of `path` that its first query sees, and new ones.
-
-        A space that keeps all tokens adds all pages up to index `end`; a window adds none yet.
-        """
+        """Return a new row's pages: cached ones of `path` that its first query sees, and new ones:
+        up to index `end` in a space that keeps all tokens, none in a window."""
         row = RowPages(self.most(last))
         self._promised += row.promised
         for node in path[-self.tail :] if self.tail else ():
@@ -223,11 +221,8 @@ class PageSpace:
         return depth
 
     def publish(self, row: RowPages, last: Node, *, since: int, writer: int) -> None:
-        """Attach the row's pages to the nodes up to `last`, from depth `since` + 1 on.
-
-        A node's page is replaced if no row uses it, so that eviction follows the last use. writer:
-        the first step that may read the pages.
-        """
+        """Attach the row's pages to the nodes up to `last`, from depth `since` + 1 on, replacing
+        pages that no row uses. writer: the first step that may read the pages."""
         for node in islice(last.path(), max(last.depth - max(since, row.first), 0)):
             if node.depth > row.end:
                 continue

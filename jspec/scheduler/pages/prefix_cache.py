@@ -138,10 +138,8 @@ class PrefixCache:
         return found or Node(None, namespace, self._roots, num_spaces=len(self._spaces))
 
     def extend(self, last: Node, ids: Ids, *, known: int, begin: int = 0) -> Node:
-        """Return the node after `known` tokens of a text, adding missing nodes.
-
-        last: a node of the text. ids: the text from token `begin` on, which is not after `last`.
-        """
+        """Return the node after `known` tokens of a text, adding missing nodes. last: a node of the
+        text. ids: the text from token `begin` on, which is not after `last`."""
         node = last
         while node.depth < self.num_full(known):
             key = self._key(ids, node.depth, begin)

@@ -1,8 +1,5 @@
-"""Groups of decode rows with the same first pages, whose keys are then read once.
-
-The groups minimize reads: rows may share a short prefix with many rows or a longer one with few.
-They change only when rows start or end.
-"""
+"""Groups of decode rows with the same first pages, whose keys are then read once. The groups
+minimize reads and change only when rows start or end."""
 
 from __future__ import annotations
 

@@ -75,10 +75,8 @@ class SnapshotSpace:
         self._free.append(snapshot)
 
     def publish(self, snapshot: int, node: Node, *, writer: int) -> None:
-        """Attach an allocated slot to a node, or free it if the node already has one.
-
-        writer: the first step that may restore it.
-        """
+        """Attach an allocated slot to a node, or free it if the node already has one. writer: the
+        first step that may restore it."""
         if node.records[self.index]:
             self.free(snapshot)
             return

@@ -102,10 +102,8 @@ class AdaptiveShapes:
         return self._totals
 
     def expected_tokens(self, shape: SpeculativeConfig, *, hope: float = 0.0) -> float:
-        """Return the expected tokens per row of a step, at least those of a smaller top-k.
-
-        hope: further verifications that are assumed to have accepted each draft.
-        """
+        """Return the expected tokens per row of a step, at least those of a smaller top-k. hope:
+        further verifications that are assumed to have accepted each draft."""
         within = (topk for topk in self._accepted if topk <= shape.topk)
         return max(self._emitted(topk, shape.depth, hope=hope) for topk in within)
 

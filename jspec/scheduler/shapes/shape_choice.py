@@ -1,7 +1,4 @@
-"""The interface by which the scheduler chooses the draft shape of a decode step.
-
-The choice changes how much is drafted and verified in a step, never the text.
-"""
+"""The interface by which the scheduler chooses the draft shape of a decode step."""
 
 from __future__ import annotations
 
@@ -83,10 +80,8 @@ class FixedShape:
 
 
 def tell(chooser: ShapeChooser, plan: StepPlan, result: StepResult, *, drafts: np.ndarray) -> None:
-    """Call chooser.read for a decode, without rows that have speculation off.
-
-    Such rows show nothing about drafts; if there are no others, `read` is not called.
-    """
+    """Call chooser.read for a decode, without rows that have speculation off, which show nothing
+    about drafts; not if there are no others."""
     if not drafts.all():
         plan = replace(
             plan, rows=tuple(row for row, own in zip(plan.rows, drafts, strict=True) if own)

@@ -149,10 +149,8 @@ class ControlEndpoints:
     async def _in_turn(
         self, request: Request, make: Callable[[], Response], *, size: int
     ) -> Response:
-        """Return make(), in a dedicated thread if it takes long; shared threads must read bodies.
-
-        A client's disconnect ends the wait.
-        """
+        """Return make(), in a dedicated thread if it takes long; shared threads must read bodies. A
+        client's disconnect ends the wait."""
         if size <= INLINE_CHARS:
             return make()
 

@@ -1,7 +1,5 @@
-"""Prometheus metrics at a scrape, and the rates of the decode log. It knows no HTTP.
-
-Counts and gauges are read from the scheduler's statistics; only latencies are recorded here.
-"""
+"""Prometheus metrics at a scrape, and the rates of the decode log. It knows no HTTP. Counts and
+gauges are read from the scheduler's statistics; latencies are recorded here."""
 
 from __future__ import annotations
 
@@ -18,7 +16,8 @@ from jspec.config.limits import ServeLimits
 from jspec.messages.request import StreamChunk
 from jspec.messages.response import Completion
 from jspec.scheduler.stats import SchedulerStats
-from jspec.server.control.metric_table import METRICS, WINDOW_SECONDS, Observed, Snapshot, ratio
+from jspec.server.control.metric_row import Observed, Snapshot
+from jspec.server.control.metric_table import METRICS, WINDOW_SECONDS, ratio
 
 MAX_SAMPLES = 1000  # bounds the window if the clock often stops
 MIN_RETRY_SECONDS, MAX_RETRY_SECONDS = 1.0, 60.0

@@ -14,10 +14,8 @@ POLL_SECONDS = 0.02
 
 
 async def makes_progress(engine: Engine) -> bool:
-    """Return True if running requests, or else a request of one token, make progress.
-
-    A busy engine gets no probe, which would queue: any step within PROBE_SECONDS counts.
-    """
+    """Return True if running requests, or else a request of one token, make progress. A busy engine
+    gets no probe, which would queue: any step within PROBE_SECONDS counts."""
     try:
         async with asyncio.timeout(PROBE_SECONDS):
             if not await _is_stepping(engine):

@@ -1,8 +1,5 @@
-"""OpenTelemetry spans of requests, one per sequence, with vLLM's attribute names.
-
-A request's `traceparent` header is the parent of its spans. The packages are in the extra `otlp`;
-nothing is imported without --otlp-traces-endpoint.
-"""
+"""OpenTelemetry spans of requests, one per sequence, with vLLM's attribute names, below the
+request's `traceparent`. Nothing is imported without --otlp-traces-endpoint (extra `otlp`)."""
 
 from __future__ import annotations
 

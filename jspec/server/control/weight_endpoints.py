@@ -1,7 +1,7 @@
 """Routes that read the weights, and update them while the server runs.
 
-Names, fields and answers are SGLang's. Its serialized tensors are pickles, which would execute a
-client's code; here a body of tensors is a safetensors file.
+Names, fields and answers are SGLang's, but a body of tensors is a safetensors file, not a pickle,
+which would execute code.
 """
 
 from __future__ import annotations

@@ -1,8 +1,5 @@
-"""A bound on the bytes of all incomplete bodies.
-
-Without it, a few clients that stop before the last byte take unlimited memory. The oldest body is
-refused for a new one, so slow clients lose.
-"""
+"""A bound on the bytes of all incomplete bodies, which clients that stop before the last byte would
+exceed. The oldest body is refused for a new one, so slow clients lose."""
 
 from __future__ import annotations
 

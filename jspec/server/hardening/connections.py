@@ -1,7 +1,5 @@
-"""Bounds on connections: uvicorn's protocol with timeouts and a maximum number.
-
-uvicorn itself waits without limit for a request's head and for a client that reads nothing.
-"""
+"""Bounds on connections: uvicorn's protocol with timeouts and a maximum number, also for a
+request's head and for a client that reads nothing."""
 
 from __future__ import annotations
 
@@ -51,10 +49,8 @@ def most_connections(most_files: int | None = None) -> int:
 
 
 class Handshakes:
-    """Accepted connections with incomplete TLS handshakes; the oldest is closed for a new one.
-
-    Together with established connections, they are at most max_connections.
-    """
+    """Accepted connections with incomplete TLS handshakes; the oldest is closed for a new one. With
+    established connections, they are at most max_connections."""
 
     def __init__(self, max_connections: int) -> None:
         self.num_made = 0

@@ -1,8 +1,8 @@
 """Bounds on the structure of a JSON text, checked before parsing.
 
-json.loads holds the GIL, and its result takes up to 20 times the text's length in memory, so a body
-of a few megabytes can stop every stream for a second. Lists, objects and their members are
-therefore counted first, outside of strings, in pieces, so that other threads run in between.
+json.loads holds the GIL and takes up to 20 times the text's length in memory. Lists, objects and
+their members are therefore counted first, outside of strings, in pieces, so that other threads run
+in between.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Middleware against foreign web pages, by Origin and Host.
 
-A browser sends requests to this machine on behalf of any open page. Requests that change state,
-start work or reveal facts about the machine are accepted only from the server's own pages and from
-allowed origins. Other clients send no Origin and are not affected.
+Requests that change state, start work or reveal facts about the machine are accepted only from the
+server's own pages and from allowed origins. Other clients send no Origin and are not affected.
 """
 
 from __future__ import annotations

@@ -1,8 +1,5 @@
-"""One sequence's events as JSON, with each character escaped once.
-
-A cumulative stream repeats all earlier output, so its encoded bytes are kept and copied. The bytes
-equal those of `encode_event` for the same object.
-"""
+"""One sequence's events as JSON, with each character escaped once: a cumulative stream repeats all
+earlier output, so its encoded bytes are kept. They equal those of `encode_event`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """HTTP plumbing: bounded JSON bodies, errors, the bearer check, and disconnects.
 
 An error has OpenAI's form as SGLang writes it (`object`, `message`, ...), and the same inside
-`error`, where OpenAI's own clients look. `request.state.error_body` makes another API's form.
+`error`. `request.state.error_body` makes another API's form.
 """
 
 from __future__ import annotations
@@ -70,10 +70,8 @@ class LongBodyError(HTTPException):
 
 
 class EarlyResponse(JSONResponse):
-    """A whole answer, after which the rest of the body is read and discarded, within bounds.
-
-    Closing a connection with unread bytes resets it, so the client might never see the answer.
-    """
+    """A whole answer, after which the rest of the body is read and discarded, within bounds:
+    closing a connection with unread bytes resets it, so the client might never see the answer."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def send_part(message: Message) -> None:
@@ -295,10 +293,8 @@ def _refuse_constant(name: str) -> NoReturn:
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Await `work`; cancel it and raise ClientGoneError if the client disconnects.
-
-    The body must have been read, so that the next message of `receive` is the disconnect.
-    """
+    """Await `work`; cancel it and raise ClientGoneError if the client disconnects. The body must
+    have been read: the next message of `receive` is then the disconnect."""
     working = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_disconnection(receive))
     try:
@@ -318,10 +314,8 @@ async def _disconnection(receive: Receive) -> None:
 
 
 class BearerAuth:
-    """Middleware: every path except OPEN_PATHS needs the key as a bearer token or X-API-Key.
-
-    Paths and headers are SGLang's (srt/utils/auth.py); the page at / is jspec's.
-    """
+    """Middleware: every path except OPEN_PATHS needs the key as a bearer token or X-API-Key, with
+    paths and headers as in SGLang (srt/utils/auth.py)."""
 
     def __init__(self, app: ASGIApp, *, api_key: str) -> None:
         self._app = app

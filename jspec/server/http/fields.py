@@ -1,8 +1,5 @@
-"""Checks of JSON objects, shared by the native and the OpenAI schemas.
-
-A field is read, neutral (SGLang or OpenAI has it, and its value requests nothing), not implemented,
-which is an error that names it, or unknown (jspec.messages.unknown_fields).
-"""
+"""Checks of JSON objects, shared by the native and the OpenAI schemas. A field is read, neutral (it
+requests nothing), not implemented (an error) or unknown (jspec.messages.unknown_fields)."""
 
 from __future__ import annotations
 

@@ -15,11 +15,8 @@ from jspec.text.intake import Prompt
 def adapter_of(
     name: str | None, own: Sequence[str | None], adapters: Collection[str]
 ) -> str | None:
-    """Return the adapter that a name means, ADAPTER (vLLM) or BASE:ADAPTER (SGLang), or None.
-
-    own: the served model's names. Raises HTTPException for an unknown model. An unknown adapter of
-    the served model is refused later, with its request.
-    """
+    """Return the adapter that a name means, ADAPTER (vLLM) or BASE:ADAPTER (SGLang), or None. own:
+    the served model's names. Raises HTTPException for an unknown model, not for an adapter."""
     if name is None or name in own:
         return None
     if name in adapters:

@@ -37,11 +37,8 @@ class ChunkSource(Protocol):
 
 
 async def merge(sources: Sequence[ChunkSource]) -> AsyncGenerator[list[tuple[int, StreamChunk]]]:
-    """Yield new chunks of all sources, each with its source's index.
-
-    A slow consumer gets a few long lists, never empty ones; unread chunks stay in the sources. The
-    first error ends all. Closing it early cancels the readers, not the sources.
-    """
+    """Yield new chunks of all sources, each with its source's index, never an empty list. The first
+    error ends all. Closing it early cancels the readers, not the sources."""
     if len(sources) == 1:  # no reader task, which would cost a switch per chunk
         async for chunk in sources[0]:
             yield [(0, chunk), *((0, further) for further in sources[0].ready())]
@@ -130,11 +127,8 @@ async def events_of(
 
 
 class EventStream(Response):
-    """Sends `events`, awaits `close`, then sends `done`. `close` is awaited again at the end.
-
-    A client that has read `done` may reuse this call's ids, so the second `close` must not affect
-    later calls. After an answer has started, its status can no longer report errors.
-    """
+    """Sends `events`, awaits `close`, then sends `done`. `close` is awaited again at the end, and
+    must not affect later calls: a client that has read `done` may reuse this call's ids."""
 
     media_type = "text/event-stream"
 

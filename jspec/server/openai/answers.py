@@ -31,9 +31,7 @@ class AnswerShape(Protocol):
         self, index: int, text: str, finish: FinishReason | None, *, is_first: bool
     ) -> dict[str, Any] | None:
         """Return the new output of a sequence for an event's `choices`; None while it is uncertain.
-
-        is_first: the sequence's first delta, with the role.
-        """
+        is_first: the sequence's first delta, with the role."""
         ...
 
     def reasoning(self, index: int) -> Sequence[str]:
@@ -124,10 +122,8 @@ class AnswerHead:
 def usage(
     prompt_tokens: int, completion_tokens: int, cached_tokens: int, reasoning_tokens: int
 ) -> dict[str, Any]:
-    """Return OpenAI's usage object, with SGLang's reasoning_tokens.
-
-    A prompt counts once for all its choices. Details are null if zero, as in SGLang.
-    """
+    """Return OpenAI's usage object, with SGLang's reasoning_tokens. A prompt counts once for all
+    its choices. Details are null if zero, as in SGLang."""
     details = {"reasoning_tokens": reasoning_tokens}
     return {
         "prompt_tokens": prompt_tokens,

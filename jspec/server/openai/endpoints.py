@@ -184,10 +184,8 @@ class _Answer:
             note_reasoning(self.work.completions[index], passages, texts)
 
     def logprobs(self, index: int, *, first_id: int) -> dict[str, Any] | None:
-        """Return a sequence's log-probabilities from `first_id` on; None if not requested.
-
-        The prompt's values come before the first token's. Call it once for each token, in order.
-        """
+        """Return a sequence's log-probabilities from `first_id` on, the prompt's before the first
+        token's; None if not requested. Call it once for each token, in order."""
         if self._texts is None:
             return None
         completion = self.work.completions[index]

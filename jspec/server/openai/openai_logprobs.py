@@ -20,9 +20,7 @@ def completion_logprobs(
     tokens: Sequence[PromptToken], texts: Texts, *, offset: int = 0
 ) -> dict[str, Any]:
     """Return the form of /v1/completions: four lists, one entry per token, null for the first.
-
-    Like OpenAI's, top_logprobs includes the token itself. offset: characters before these tokens.
-    """
+    top_logprobs includes the token itself. offset: characters before these tokens."""
     names = [texts.text(token_id) for token_id, _ in tokens]
     offsets: list[int] = []
     tops: list[dict[str, float] | None] = []

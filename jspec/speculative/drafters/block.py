@@ -190,9 +190,8 @@ class BlockDrafter(LevelDrafter):
 class ParallelDrafter(EagleDrafter):
     """P-EAGLE: an EAGLE head that drafts the levels after the first from masks, in one forward.
 
-    worked example, L = 7, root t7, S = 3: the last advance ran the pair of t7 in slot 6, which gave
-    level 1. Two mask pairs in slots 7 8, at RoPE 7 8, see slots 0..6 and each other causally, and
-    guess the tokens at 9 and 10.
+    worked example, L = 7, root t7, S = 3: the last advance ran the pair of t7 in slot 6, which
+    gave level 1. Two mask pairs in slots 7 8, at RoPE 7 8, guess the tokens at 9 and 10.
     """
 
     def levels(

@@ -1,15 +1,15 @@
 """A draft model and a lookup in one tree (`--speculative-lookup`).
 
-A token under the same parent is one node, and the best N - 1 by path score are verified, so the
-lookup gets nodes where its match is long. Its paths may be deeper than S. The draft model caches
-nothing of the tree: `advance` recomputes every emitted token from the target's features.
+A token under the same parent is one node, and the best N - 1 by path score are verified. The
+lookup's paths may be deeper than S. The draft model caches nothing of the tree: `advance`
+recomputes every emitted token from the target's features.
 
 The path score of a lookup. By Laplace's rule, a continuation after m equal tokens is right with
 odds of m to 1: p = m / (m + 1). Its next token has m + 1 equal tokens before it, and so on. At
 temperature T > 0 the noise g of the token is known. The target chooses the token if its logit plus
-T g exceeds the maximum of all others, which is a Gumbel variable. The probability of this is
-exp(-exp(-g) (1 - p) / p) = exp(-exp(-g) / m), whose mean over g is p again. A further branch can be
-right only if the earlier ones are wrong, which gives a factor of 1 / (m + 1) for each.
+T g exceeds the maximum of all others, which is a Gumbel variable, so with probability exp(-exp(-g)
+(1 - p) / p) = exp(-exp(-g) / m), whose mean over g is p again. A further branch can be right only
+if the earlier ones are wrong: a factor of 1 / (m + 1) for each.
 """
 
 from __future__ import annotations

@@ -22,11 +22,10 @@ _WORD, _INTEGER = re.compile(r"\S+"), re.compile(r"[+-]?[0-9]+")
 def read_corpus(path: Path, *, vocab_size: int, max_tokens: int, tokenizer: Path) -> np.ndarray:
     """Return the first ids of a corpus, i32[n] with 2 <= n <= max_tokens.
 
-    A .npy array holds ids, and so does a text of integers separated by white space. Any other text
-    is encoded with the tokenizer in the directory `tokenizer`. A .jsonl file has one document per
-    line: an object with a "text" field, or a string. A directory is read recursively by name,
-    without hidden entries. Documents end with the end-of-text token. Raises ConfigError naming the
-    file (and line), CheckpointError for text without a tokenizer.
+    A .npy array or a text of integers holds ids; other text is encoded with the tokenizer in the
+    directory `tokenizer`. A .jsonl file has one document per line: an object with a "text" field,
+    or a string. A directory is read recursively by name. Documents end with the end-of-text token.
+    Raises ConfigError naming the file (and line), CheckpointError for text without a tokenizer.
     """
     name = f"speculative_ngram_external_corpus_path is {str(path)!r}"
     if path.suffix == ".npy":

@@ -27,7 +27,7 @@ from jspec.config.limits import SpeculativeConfig
 from jspec.errors import ConfigError
 from jspec.files.json_files import read_fields
 from jspec.layers.linear import Shard
-from jspec.models.files.stored import Place
+from jspec.models.files.stored.param_reads import Place
 from jspec.models.heads.assistant import (
     Assistant,
     check_assistant,

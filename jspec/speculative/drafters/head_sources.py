@@ -1,9 +1,5 @@
 """The plans of drafters with a head: EAGLE-1 to 3, multi-token prediction (NEXTN), blocks (DFLASH).
-
-NEXTN's layers decide how it drafts: several layers draft one level each (`multi_layer`); a single
-recurrent layer runs at every level, like an EAGLE head. All plans raise ConfigError or
-CheckpointError if the checkpoint does not fit.
-"""
+All raise ConfigError or CheckpointError if the checkpoint does not fit."""
 
 from __future__ import annotations
 
@@ -19,7 +15,7 @@ from jax.typing import DTypeLike
 from jspec.config.drafting import Algorithm
 from jspec.errors import ConfigError
 from jspec.layers.linear import Shard
-from jspec.models.files.stored import Place
+from jspec.models.files.stored.param_reads import Place
 from jspec.models.files.tensor_files import HostArray
 from jspec.models.heads.block_config import load_block_config
 from jspec.models.heads.block_head import BlockHead

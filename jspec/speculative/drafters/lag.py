@@ -1,8 +1,7 @@
-"""Cache slots of a multi-layer EAGLE layer that lags.
+"""Cache slots of a multi-layer EAGLE layer that lags by s: slot i holds token i + s + 1.
 
-A layer with lag s holds token i + s + 1 at slot i. For tokens emitted at positions [p, e) and the
-id after each, it writes slots [p - s, e - s): the same ids as a layer without lag, with features
-from s slots earlier. Slots before the row's start are omitted.
+For tokens emitted at positions [p, e) and the id after each, it writes slots [p - s, e - s): the
+same ids as a layer without lag, with features from s slots earlier, without slots before the start.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """NGRAM: lookup drafting from the row's own ids, or from a corpus, without model or cache.
 
-The drafter finds the longest suffix of a row's ids (the root is last) that also occurs earlier in
-the row, preferring the latest occurrence; the tokens after it are the draft. With K > 1 the K best
-occurrences with different continuations become branches. A row without a match may use a corpus. A
-branch without a match is filled with token 0, which is accepted only if the target chooses it.
+The draft is what follows the longest suffix of a row's ids (the root is last) that also occurs
+earlier in the row, at its latest occurrence; with K > 1 the K best occurrences become branches. A
+row without a match may use a corpus, else token 0.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jspec.config.drafting import Algorithm
 from jspec.config.limits import SpeculativeConfig
 from jspec.device.pytree import pytree
-from jspec.models.files.stored import Place
+from jspec.models.files.stored.param_reads import Place
 from jspec.models.params import ParamTable
 from jspec.spec.cache_groups import CacheGroup
 from jspec.speculative.drafter import (
@@ -204,11 +203,8 @@ def shifted(history: Int[Array, "B C"], by: int) -> Int[Array, "B C"]:
 
 
 def sort_corpus(ids: np.ndarray, *, max_match: int) -> dict[str, np.ndarray]:
-    """Return a corpus's ids, i32[n], and contexts, i32[n - 1].
-
-    Contexts are the places 0 to n - 2, sorted by the max_match ids that end there, last id first.
-    Raises ValueError for fewer than two ids.
-    """
+    """Return a corpus's ids, i32[n], and contexts, i32[n - 1]: the places 0 to n - 2, sorted by the
+    max_match ids that end there, last id first. Raises ValueError for fewer than two ids."""
     ids = np.asarray(ids, np.int32)
     if ids.ndim != 1 or ids.size < 2:
         raise ValueError(f"a corpus has shape {ids.shape}; expected at least two ids in a row")
@@ -225,11 +221,8 @@ def find_in_corpus(
     draft_shape: SpeculativeConfig,
     min_match: int,
 ) -> Branches:
-    """Return the continuations of the longest matches of each row's suffix in the corpus.
-
-    Contexts are sorted, so the longest matches are next to the suffix's insertion point: the best K
-    of the K contexts on either side are used.
-    """
+    """Return the continuations of the longest matches of each row's suffix in the corpus: the best
+    K of the K sorted contexts on either side of the suffix's insertion point."""
     size = contexts.shape[0]
     offset = jnp.arange(suffix.shape[1], dtype=jnp.int32)
 

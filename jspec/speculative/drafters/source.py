@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 
 from jspec.config.limits import Algorithm
 from jspec.layers.linear import Shard
-from jspec.models.files.stored import Place
+from jspec.models.files.stored.param_reads import Place
 from jspec.models.heads.target_copies import Copies
 from jspec.models.params import ParamTable
 from jspec.pallas_kernels.ops import Ops

@@ -9,7 +9,7 @@ from jspec.errors import ConfigError
 from jspec.layers.linear import Shard
 from jspec.models.decoder import Decoder
 from jspec.models.files.checkpoint import check_target, load_model_spec, load_target
-from jspec.models.files.stored import Place
+from jspec.models.files.stored.param_reads import Place
 from jspec.pallas_kernels.ops import Ops
 from jspec.speculative.drafters.ranked import StandaloneDrafter
 from jspec.speculative.drafters.source import DraftRequest, DraftSource

@@ -52,10 +52,8 @@ class ArgumentsReader:
 
 
 class CallReader:
-    """Reads a whole call of one of the tools in `names`.
-
-    Arguments before the name wait for it; an id after both is dropped.
-    """
+    """Reads a whole call of one of the tools in `names`. Arguments before the name wait for it; an
+    id after both is dropped."""
 
     def __init__(self, names: Collection[str]) -> None:
         self._names = names

@@ -38,9 +38,9 @@ Event = Content | Reasoning | CallBegin | CallArguments
 class AnswerParser(Protocol):
     """A parser of one sequence's growing text. No push may follow flush.
 
-    Joined events (`join`) do not depend on how the text is split into pushes. Only a possible
-    marker, or a call without its name, is held back. All text is returned as written, except the
-    marks of calls and the blanks around them.
+    Joined events (`join`) do not depend on how the text is split. Only a possible marker, or a call
+    without its name, is held back. Text is returned as written, except the marks of calls and
+    blanks around them.
     """
 
     def push(self, text: str) -> list[Event]: ...

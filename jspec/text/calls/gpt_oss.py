@@ -37,10 +37,8 @@ def _head_length(text: str) -> int | None:
 
 
 class HarmonyParser(CallMachine):
-    """Parses channels; without `splits_reasoning`, reasoning is content.
-
-    A message to an unknown recipient, or in an unknown channel, is content, including its head.
-    """
+    """Parses channels; without `splits_reasoning`, reasoning is content. A message to an unknown
+    recipient, or in an unknown channel, is content, including its head."""
 
     def __init__(self, names: Collection[str], *, splits_reasoning: bool) -> None:
         super().__init__(names)

@@ -1,7 +1,5 @@
-"""The common part of call parsers: pending text, the call being read, blanks at edges.
-
-A format's `_step` looks only at the pending text, so it does not matter how text is split.
-"""
+"""The common part of call parsers: pending text, the call being read, blanks at edges. A `_step`
+sees only the pending text, so it does not matter how text is split."""
 
 from __future__ import annotations
 
@@ -14,10 +12,8 @@ from jspec.text.calls.json_scan import BLANKS, Scan
 
 
 def num_undecided(text: str, markers: Iterable[str]) -> int:
-    """Return the length of the longest end of `text` that may start a marker.
-
-    "a <tool" with "<tool_call>" → 5
-    """
+    """Return the length of the longest end of `text` that may start a marker: "a <tool" with
+    "<tool_call>" → 5."""
     longest = 0
     for marker in markers:
         for length in range(min(len(marker) - 1, len(text)), longest, -1):

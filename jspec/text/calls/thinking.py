@@ -1,7 +1,5 @@
-"""Reasoning between marks at the start of an answer: <think> and </think> (DeepSeek-R1, Qwen 3).
-
-Gemma 4 has <|channel>thought and <channel|>, Mistral [THINK] and [/THINK].
-"""
+"""Reasoning between marks at the start of an answer: <think> and </think> (DeepSeek-R1, Qwen 3),
+<|channel>thought and <channel|> (Gemma 4), [THINK] and [/THINK] (Mistral)."""
 
 from __future__ import annotations
 

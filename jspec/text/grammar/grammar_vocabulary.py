@@ -1,8 +1,7 @@
-"""A model's vocabulary in the form that llguidance expects.
+"""A model's vocabulary in the form that llguidance expects: the bytes that a client sees.
 
-A grammar follows the bytes that a client sees. With text-piece vocabularies, an answer's first
-token may have other bytes than inside a text (Llama's decoder strips the leading space), so
-llguidance gets another token with these bytes.
+With text-piece vocabularies, an answer's first token may have other bytes than inside a text
+(Llama's decoder strips the leading space), so llguidance gets another token with these bytes.
 """
 
 from __future__ import annotations

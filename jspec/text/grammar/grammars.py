@@ -65,9 +65,7 @@ class Grammars:
         self, grammar: Grammar | None, marks: ReasoningMarks, *, budget: int | None = None
     ) -> Grammar:
         """Let an answer reason before `grammar`, which was compiled here; None: before any text.
-
-        budget: most tokens of reasoning. Raises RequestError if no token can end it.
-        """
+        budget: most tokens of reasoning. Raises RequestError if no token can end it."""
         with self._lock:
             assert self._tokenizer is not None  # or nothing could be compiled or counted
             if self._vocabulary is None:

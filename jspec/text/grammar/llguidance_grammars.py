@@ -73,10 +73,8 @@ class LlguidanceGrammars:
         return str(llguidance.StructTag.to_grammar(tags, assume_special=False))
 
     def _followed(self, schema: Any) -> Any:
-        """Return the part of a schema that is enforced; log the rest, each name once.
-
-        Raises ValueError for a schema that no finite text can follow.
-        """
+        """Return the part of a schema that is enforced; log the rest, each name once. Raises
+        ValueError for a schema that no finite text can follow."""
         if fault := endless_recursion(schema):
             raise ValueError(
                 f"its recursion never ends: {fault}; expected a reference that an instance can "

@@ -1,8 +1,5 @@
-"""A grammar that starts where a model's reasoning ends; before that any token is allowed.
-
-The end mark, of one or several tokens, is found in the tokens' bytes on each path of a draft tree.
-Reasoning may have a budget: each path counts its own tokens, and then only the end mark may follow.
-"""
+"""A grammar that starts where a model's reasoning ends; before that any token is allowed, within a
+budget. The end mark is found in the tokens' bytes on each path of a draft tree."""
 
 from __future__ import annotations
 
@@ -46,10 +43,8 @@ class Mark:
         return found
 
     def continues(self, place: Place) -> int | None:
-        """Return the token that adds most of the mark and nothing after it, the lowest of several.
-
-        If none can continue the mark, return the token that restarts it, or None.
-        """
+        """Return the token that adds most of the mark and nothing after it, the lowest of several;
+        if none can, the token that restarts it, or None."""
         if place not in self._continues:
             rest = self._mark[place:]
             adds = {i: self._adds(token, rest) for i, token in enumerate(self._tokens)}
@@ -146,10 +141,8 @@ class _State:
         return 0 if place == START else self._mark.after(place, token_id)
 
     def fill(self, tokens: np.ndarray, parents: np.ndarray, allowed: np.ndarray) -> None:
-        """Fill each node's mask by the place that its own path reached.
-
-        Nodes after an end mark form a separate tree, at whose root the grammar starts.
-        """
+        """Fill each node's mask by the place that its own path reached. Nodes after an end mark
+        form a separate tree, at whose root the grammar starts."""
         if self._place == GRAMMAR:
             self._inner.fill(tokens, parents, allowed)
             return

@@ -1,8 +1,5 @@
-"""Search for the stop string that a growing text completes first, holding back possible starts.
-
-It takes one automaton step per character for any number of stop strings (Aho and Corasick,
-"Efficient string matching", 1975). The text held back is shorter than the longest of them.
-"""
+"""Search for the stop string that a growing text completes first, holding back possible starts, by
+one automaton step per character (Aho and Corasick, "Efficient string matching", 1975)."""
 
 from __future__ import annotations
 
@@ -125,10 +122,8 @@ class StopMatcher:
         return not self._state and self._automaton.children[0].keys().isdisjoint(text)
 
     def push(self, text: str, *, allow_stop: bool = True) -> MatchStep:
-        """Append text; not after a match.
-
-        With allow_stop False, only a stop string that is completed in a later push counts.
-        """
+        """Append text; not after a match. With allow_stop False, only a stop string that is
+        completed in a later push counts."""
         automaton = self._automaton
         if not (automaton.children[0] or automaton.patterns):
             return MatchStep(text=text)

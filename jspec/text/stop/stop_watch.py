@@ -1,9 +1,5 @@
-"""Search for stop strings by token ids, for vocabularies of bytes, without making text.
-
-A stop string's first byte starts a character, so an incomplete character before it does not matter.
-Each token's transition is cached for all sequences with equal stop strings, so a token costs one
-lookup.
-"""
+"""Search for stop strings by token ids, for vocabularies of bytes, without making text. Each
+token's transition is cached for all sequences with equal stop strings."""
 
 from __future__ import annotations
 

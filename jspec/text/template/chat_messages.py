@@ -44,10 +44,8 @@ class Messages(tuple[Message, ...]):
 
 
 def check_messages(messages: object) -> Messages:
-    """Return the messages with text as content; text parts are joined by a newline, as in vLLM.
-
-    Arguments of tool calls become objects. Raises RequestError naming the field.
-    """
+    """Return the messages with text as content (parts joined by a newline, as in vLLM) and
+    arguments of tool calls as objects. Raises RequestError naming the field."""
     if isinstance(messages, Messages):
         return messages
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes) or not messages:

@@ -48,10 +48,8 @@ class ChatTemplates:
 
     @classmethod
     def from_file(cls, path: str, *, tokenizer: str | os.PathLike[str]) -> ChatTemplates:
-        """Load the file of --chat-template: Jinja, or JSON. Raises ConfigError, CheckpointError.
-
-        tokenizer: the directory whose special tokens it may use.
-        """
+        """Load the file of --chat-template: Jinja, or JSON. tokenizer: the directory whose special
+        tokens it may use. Raises ConfigError, CheckpointError."""
         file = Path(path)
         if not file.is_file():
             raise ConfigError(f"chat_template is {path!r}; expected a file with a Jinja template")

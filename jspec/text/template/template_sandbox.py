@@ -1,7 +1,5 @@
-"""The Jinja sandbox of chat templates, which bounds the cost of every expression.
-
-It bounds range(), powers, products and padding widths. Nested loops are not bounded.
-"""
+"""The Jinja sandbox of chat templates, which bounds range(), powers, products and padding widths,
+but not nested loops."""
 
 from __future__ import annotations
 

@@ -11,10 +11,8 @@ from jspec.text.tokenizer.tokenizer import Tokenizer
 
 
 def tokenizer_info(directory: Path, tokenizer: Tokenizer, *, named: str | None) -> dict[str, Any]:
-    """Return tokenizer_config.json in vLLM's form: special tokens as text, and no paths.
-
-    named: the file of --chat-template. lm-eval always needs eos_token and bos_token.
-    """
+    """Return tokenizer_config.json in vLLM's form: special tokens as text, always with eos_token
+    and bos_token, and no paths. named: the file of --chat-template."""
     config = read_object(directory / CONFIG) if exists(directory / CONFIG) else {}
     found = {name: _plain(value) for name, value in config.items() if not _is_path(name)}
     found |= special_tokens(directory)

@@ -1,8 +1,5 @@
-"""Incremental detokenization.
-
-Every `push` and the final `flush` concatenate to `tokenizer.decode(ids)`, no piece changes earlier
-output, and the cost of a push does not grow with the sequence.
-"""
+"""Incremental detokenization: every `push` and the final `flush` concatenate to
+`tokenizer.decode(ids)`, and the cost of a push does not grow with the sequence."""
 
 from __future__ import annotations
 
@@ -46,11 +43,8 @@ def new_detokenizer(
 
 
 class ByteLevelDetokenizer:
-    """For vocabularies of bytes: an incremental UTF-8 decoder, which keeps at most 3 bytes.
-
-    Like the tokenizer's decoder, it replaces each maximal invalid part by one U+FFFD (Unicode,
-    section 3.9).
-    """
+    """For vocabularies of bytes: an incremental UTF-8 decoder, which keeps at most 3 bytes. It
+    replaces each maximal invalid part by one U+FFFD (Unicode, section 3.9)."""
 
     def __init__(self, tokenizer: Tokenizer, hidden: frozenset[int]) -> None:
         self._bytes = tokenizer.bytes_without(hidden)

@@ -11,10 +11,8 @@ from jspec.text.tokenizer.decoders import DecoderKind, byte_of
 
 
 class TokenBytes(dict[int, bytes]):
-    """Bytes by id, looked up on first use; empty for hidden ids and ids without a token.
-
-    Threads may share it: concurrent writers write equal values.
-    """
+    """Bytes by id, looked up on first use; empty for hidden ids and ids without a token. Threads
+    may share it: concurrent writers write equal values."""
 
     def __init__(
         self,
@@ -36,8 +34,7 @@ class TokenAlphabet:
     """The text of one vocabulary's tokens; special tokens have their names.
 
     A decoder of text pieces may treat the ends of a text differently: Llama's strips the leading
-    space, so `▁def` is "def" at the start and " def" inside. So a piece is decoded between two
-    tokens of letters, whose text is then removed.
+    space. So a piece is decoded between two tokens of letters, whose text is then removed.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, kind: DecoderKind) -> None:

@@ -107,11 +107,8 @@ class Tokenizer:
     def encode(
         self, text: str, *, add_special_tokens: bool = True, fewer_than: int | None = None
     ) -> tuple[int, ...]:
-        """Return the ids of a text; add_special_tokens adds the template's (such as bos).
-
-        Special tokens written in the text become their ids either way. Other threads run meanwhile.
-        Raises RequestError for lone surrogates, and for `fewer_than` or more ids.
-        """
+        """Return the ids of a text; special tokens written in it become their ids. Other threads
+        run meanwhile. Raises RequestError for lone surrogates, and for `fewer_than` or more ids."""
         check_unicode(text)
         try:
             return self._encode(text, add_special_tokens, fewer_than)

@@ -1,8 +1,8 @@
 """Training documents and their split by module. Imports no jax.
 
-The bundled pair is trained on the standard library of the Python that runs the recipe. Whole
-modules are held out with their tests, by a stable hash of the module's name. The documents are one
-xz file of JSON lines; `manifest.json` lists the held-out modules.
+The bundled pair is trained on Python's standard library. Whole modules are held out with their
+tests, by a stable hash of the name. The documents are one xz file of JSON lines; `manifest.json`
+lists the held-out modules.
 """
 
 from __future__ import annotations
@@ -70,11 +70,8 @@ def tested_name(stem: str) -> str:
 
 
 def module_of(path: str, known: frozenset[str]) -> str:
-    """Return the module whose split a file shares, itself if none in `known` matches.
-
-    A test belongs to the longest known public module that starts its name: test_urllib2 to urllib,
-    test_http_cookies and test_httplib to http.
-    """
+    """Return the module whose split a file shares, itself if none in `known` matches: for a test
+    the longest known one that starts its name, as urllib for test_urllib2."""
     parts = PurePosixPath(path).parts
     is_test = parts[0] == "test" and len(parts) > 1
     stem = parts[1 if is_test else 0].removesuffix(".py")

@@ -15,11 +15,8 @@ Batch = dict[str, np.ndarray]
 def draw_roots(
     weights: Float[np.ndarray, "B T"], *, count: int, seed: tuple[int, ...]
 ) -> Int[np.ndarray, "B A"]:
-    """Return distinct random positions of each row whose next token is learnt.
-
-    Position 0 is no root, since no feature precedes it. A row with fewer such positions has T in
-    the rest of its entries, where no token is learnt. weights: as in `RowTable`
-    """
+    """Return distinct random positions of each row whose next token is learnt, never 0, which has
+    no feature before it; T in missing entries. weights: as in `RowTable`."""
     length = weights.shape[1]
     order = np.random.default_rng(seed).random(weights.shape)
     order[(weights <= 0) | (np.arange(length) == 0)] = 2.0

@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int
 
 from jspec.pallas_kernels.kv_write.api import Rotation
 from jspec.pallas_kernels.kv_write.reference import rotate_and_split
-from jspec.spec.model_spec import AttentionSpec
+from jspec.spec.layers.attention import AttentionSpec
 from jspec.training.dense import attend_dense
 
 

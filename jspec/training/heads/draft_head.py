@@ -13,13 +13,9 @@ from jaxtyping import Array, Int
 
 from jspec.device.pytree import pytree, static
 from jspec.models.layer import Params
-from jspec.spec.model_spec import (
-    AttentionSpec,
-    DenseSpec,
-    LatentAttentionSpec,
-    LayerSpec,
-    ModelSpec,
-)
+from jspec.spec.layers.attention import AttentionSpec, LatentAttentionSpec
+from jspec.spec.layers.feed_forward import DenseSpec
+from jspec.spec.model_spec import LayerSpec, ModelSpec
 from jspec.spec.rope import RopeConfig
 
 
@@ -32,9 +28,7 @@ class TargetFeatures:
 @pytree
 class Guess:
     """The predictions of one depth: logits[:, i] predict the token at roots[:, i] + 1 + depth.
-
-    roots: of blocks; T in entries without a block. None: R = T - 1 - depth, roots 1 to R
-    """
+    roots: of blocks; T in entries without a block. None: R = T - 1 - depth, roots 1 to R."""
 
     logits: jax.Array  # f32[B, R, U]
     feature: jax.Array | None = None  # [B, R, E], if the head predicts features

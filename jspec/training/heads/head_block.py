@@ -1,9 +1,7 @@
 """Training of heads that draft a block at once: DFlash, DFlash2 and DSpark.
 
-A block of its root and of masks runs at every root of a row (`anchored_attention`), and its outputs
-learn the tokens after the root. A Markov head or a selector is given the text's own tokens.
-Embedding and lm_head are not trained. DSpark's confidence head, an estimate of the mass that draft
-and target share, is exported for other engines.
+A block runs at every root of a row (`anchored_attention`) and learns the tokens after it. A Markov
+head or a selector is given the text's own tokens. Embedding and lm_head are not trained.
 """
 
 from __future__ import annotations
@@ -183,10 +181,8 @@ def trained_block(
     markov_rank: int | None = None,
     selector_rank: int | None = None,
 ) -> TrainedBlock:
-    """Return a head with its target's attention heads and RoPE theta, as published.
-
-    markov_rank: DSpark, whose root also predicts. selector_rank: DFlash2. Neither: DFlash
-    """
+    """Return a head with its target's attention heads and RoPE theta, as published. markov_rank:
+    DSpark, whose root also predicts. selector_rank: DFlash2. Neither: DFlash."""
     layer = plain_layer(target, intermediate_size=intermediate_size)
     rope = RopeConfig(theta=target.layers[-1].softmax_attention.rope.theta)
     layer = replace(layer, attention=replace(layer.softmax_attention, qk_norm=True, rope=rope))

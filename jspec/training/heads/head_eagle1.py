@@ -1,8 +1,5 @@
-"""Training of an EAGLE-1 head: it predicts the target's next feature, and from it the next token.
-
-The published recipe (arXiv:2401.15077) trains one depth. Here the head is unrolled over its own
-outputs, as in HASS (arXiv:2408.15766), so that training matches serving.
-"""
+"""Training of an EAGLE-1 head (arXiv:2401.15077): it predicts the target's next feature, and from
+it the next token. It is unrolled over its own outputs, as in HASS (arXiv:2408.15766)."""
 
 from __future__ import annotations
 

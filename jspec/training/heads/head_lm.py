@@ -1,9 +1,5 @@
-"""Training of a small language model as a draft (STANDALONE) by distillation from the target.
-
-There is one depth: position t + 1 predicts token t + 2, and every further draft is the same forward
-over one more token. The loss is against the target's distribution, not the text's next token
-(distillation; arXiv:2310.08461 for drafts).
-"""
+"""Training of a small language model as a draft (STANDALONE) by distillation from the target
+(arXiv:2310.08461). There is one depth: position t + 1 predicts token t + 2."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Training of a P-EAGLE head: the first level from the text's pairs, the others from masks at once.
 
-The pairs (token t + 1, feature t) of the whole text run through all layers, causally; slot t gives
-the first level after root t + 1. At random roots, a mask for each further level attends to the keys
-and values of the pairs before it (`anchored_attention`).
+The pairs (token t + 1, feature t) run through all layers, causally; slot t gives the first level
+after root t + 1. At random roots, a mask for each further level attends to the pairs before it.
 """
 
 from __future__ import annotations

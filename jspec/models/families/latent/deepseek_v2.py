@@ -1,7 +1,7 @@
 """DeepSeek V2 and V2-Lite (DeepseekV2ForCausalLM): V3 with softmax routers without a bias.
 
-`topk_method` selects among all experts (greedy) or among those of the best groups. The selected
-weights are multiplied by routed_scaling_factor and never normalized, as in transformers.
+`topk_method` selects among all experts or those of the best groups. The selected weights are
+multiplied by routed_scaling_factor and never normalized.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from jspec.models.families.latent.deepseek_v3 import (
     read_moe,
 )
 from jspec.models.family import Family
-from jspec.spec.model_spec import ModelSpec, MoESpec, Routing
+from jspec.spec.layers.feed_forward import MoESpec, Routing
+from jspec.spec.model_spec import ModelSpec
 
 GREEDY, GROUPED = "greedy", "group_limited_greedy"
 
@@ -28,7 +29,7 @@ def read(fields: Fields) -> ModelSpec:
     fields.refuse("topk_method", allowed=(GREEDY, GROUPED), why="no other choice is built")
     fields.refuse("norm_topk_prob", allowed=(False,), why="the weights are not normalized")
     fields.refuse("mlp_bias", allowed=(False,), why="MLPs have no biases here")
-    fields.refuse("rope_interleave", allowed=(True,), why="RoPE turns pairs of neighbours here")
+    fields.refuse("rope_interleave", allowed=(True,), why="RoPE rotates pairs of neighbours here")
 
     def moe() -> MoESpec:
         plain = read_moe(fields, Routing.SOFTMAX_THEN_TOP)

@@ -2,8 +2,8 @@
 
 The first layers have dense MLPs, the others an MoE (sigmoid scores, router bias, the best groups of
 experts) plus a shared expert. With YaRN, mscale_all_dim changes the softmax scale. One layer for
-multi-token prediction follows the target's. It reads the target's hidden after the final norm, and
-every draft level runs it again on its output after its final norm (as in SGLang and transformers).
+multi-token prediction reads the target's hidden after the final norm, and every draft level runs it
+again on its output after its final norm (as in SGLang and transformers).
 """
 
 from __future__ import annotations
@@ -29,24 +29,14 @@ from jspec.models.family import (
 from jspec.models.files.fp8 import check_quantization
 from jspec.models.heads.head_params import HeadNames
 from jspec.spec.head_spec import HeadSpec, mtp_spec
-from jspec.spec.model_spec import (
-    DenseSpec,
-    FeedForward,
-    IndexerSpec,
-    LatentAttentionSpec,
-    ModelSpec,
-    MoESpec,
-    Routing,
-)
+from jspec.spec.layers.attention import IndexerSpec, LatentAttentionSpec
+from jspec.spec.layers.feed_forward import DenseSpec, FeedForward, MoESpec, Routing
+from jspec.spec.model_spec import ModelSpec
 from jspec.spec.rope import RopeConfig
 from jspec.spec.rope_io import read_rope, yarn_mscale
 
 NAMES = HeadNames(prefix="model.layers.{}.", norm=("shared_head.norm",))
 FeedForwardOf = Callable[[int], FeedForward]  # by layer index
-
-
-def read(fields: Fields) -> ModelSpec:
-    return _layers(fields, range(fields.integer("num_hidden_layers")))
 
 
 def _layers(fields: Fields, numbers: range) -> ModelSpec:
@@ -142,11 +132,6 @@ def read_moe(fields: Fields, routing: Routing) -> MoESpec:
     )
 
 
-def read_mtp(fields: Fields, target: ModelSpec) -> HeadSpec:
-    number = target.num_layers
-    return recurrent(fields, _layers(fields, range(number, number + 1)), target)
-
-
 def recurrent(
     fields: Fields, layer: ModelSpec, target: ModelSpec, *, kinds: tuple[str, ...] = (FULL,)
 ) -> HeadSpec:
@@ -159,6 +144,37 @@ def recurrent(
         recurrent=True,
         feeds_back_normed=feeds_normed(fields),
         zeroes_first=masks_first(fields, False),
+    )
+
+
+def recurrent_family(
+    *,
+    name: str,
+    architecture: str,
+    layers: Callable[[Fields, range], ModelSpec],  # reads the layers with these numbers
+    to_json: Callable[[ModelSpec], dict[str, Any]],
+    kinds: tuple[str, ...] = (FULL,),
+    known: frozenset[str] = OF_RECURRENT_LAYERS,
+) -> Family:
+    """Return a family with one layer for multi-token prediction after the target's. kinds, known:
+    the allowed values in layer_types and the allowed keys of that layer."""
+
+    def read(fields: Fields) -> ModelSpec:
+        return layers(fields, range(fields.integer("num_hidden_layers")))
+
+    def read_mtp(fields: Fields, target: ModelSpec) -> HeadSpec:
+        number = target.num_layers
+        return recurrent(fields, layers(fields, range(number, number + 1)), target, kinds=kinds)
+
+    def names(spec: ModelSpec) -> HeadNames:
+        return replace(NAMES, first=spec.num_layers)
+
+    return Family(
+        name=name,
+        architectures=(architecture,),
+        read=read,
+        to_json=to_json,
+        mtp=MtpFamily(read=read_mtp, names=names, known=known),
     )
 
 
@@ -204,14 +220,6 @@ def moe_json(spec: ModelSpec) -> dict[str, Any]:
     return written
 
 
-FAMILY = Family(
-    name="deepseek_v3",
-    architectures=("DeepseekV3ForCausalLM",),
-    read=read,
-    to_json=to_json,
-    mtp=MtpFamily(
-        read=read_mtp,
-        names=lambda spec: replace(NAMES, first=spec.num_layers),
-        known=OF_RECURRENT_LAYERS,
-    ),
+FAMILY = recurrent_family(
+    name="deepseek_v3", architecture="DeepseekV3ForCausalLM", layers=_layers, to_json=to_json
 )

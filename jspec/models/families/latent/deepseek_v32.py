@@ -1,28 +1,24 @@
-"""DeepSeek-V3.2 (DeepseekV32ForCausalLM): V3 whose layers select the tokens that they attend to.
-
-Each layer has an indexer, and so has the layer for multi-token prediction. RoPE turns halves of the
-indexer's heads, unlike those of the attention.
-"""
+"""DeepSeek-V3.2 (DeepseekV32ForCausalLM): V3 with an indexer in each layer, also in that for
+multi-token prediction. RoPE rotates halves of the indexer's heads, but neighbours of the
+attention's."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from jspec.errors import ConfigError, shown
 from jspec.files.json_files import Fields
 from jspec.models.families.latent.deepseek_v3 import (
-    NAMES,
     latent_json,
     moe_json,
     read_latent_decoder,
-    recurrent,
+    recurrent_family,
     sigmoid_moe,
 )
 from jspec.models.families.latent.glm4_moe_lite import kinds_json, with_num_dense
-from jspec.models.family import OF_RECURRENT_LAYERS, Family, MtpFamily
-from jspec.spec.head_spec import HeadSpec
-from jspec.spec.model_spec import IndexerSpec, LatentAttentionSpec, ModelSpec
+from jspec.models.family import OF_RECURRENT_LAYERS
+from jspec.spec.layers.attention import IndexerSpec, LatentAttentionSpec
+from jspec.spec.model_spec import ModelSpec
 
 INDEXED = "indexed_attention"  # transformers' kind of all layers
 INTERLEAVED, TYPES = "indexer_rope_interleave", "indexer_types"
@@ -35,10 +31,6 @@ INDEX_KEYS = frozenset(
     )
 )
 OF_MTP = OF_RECURRENT_LAYERS | INDEX_KEYS
-
-
-def read(fields: Fields) -> ModelSpec:
-    return _layers(fields, range(fields.integer("num_hidden_layers")))
 
 
 def _layers(fields: Fields, numbers: range) -> ModelSpec:
@@ -67,7 +59,7 @@ def read_sparse_decoder(
         raise ConfigError(
             f"{fields.path}: layer_types has {shown(others)}; expected {INDEXED!r} only"
         )
-    fields.refuse("rope_interleave", allowed=(True,), why="RoPE turns pairs of neighbours here")
+    fields.refuse("rope_interleave", allowed=(True,), why="RoPE rotates pairs of neighbours here")
     fields.refuse("mlp_bias", allowed=(False,), why="MLPs have no biases here")
     plain = with_num_dense(fields)
     return read_latent_decoder(
@@ -82,12 +74,6 @@ def read_sparse_decoder(
             interleaved=fields.flag(INTERLEAVED, interleaved),
         ),
     )
-
-
-def read_mtp(fields: Fields, target: ModelSpec) -> HeadSpec:
-    number = target.num_layers
-    layer = _layers(fields, range(number, number + 1))
-    return recurrent(fields, layer, target, kinds=(INDEXED,))
 
 
 def to_json(spec: ModelSpec) -> dict[str, Any]:
@@ -112,14 +98,11 @@ def sparse_json(spec: ModelSpec, *, architecture: str, model_type: str) -> dict[
     )
 
 
-FAMILY = Family(
+FAMILY = recurrent_family(
     name="deepseek_v32",
-    architectures=("DeepseekV32ForCausalLM",),
-    read=read,
+    architecture="DeepseekV32ForCausalLM",
+    layers=_layers,
     to_json=to_json,
-    mtp=MtpFamily(
-        read=read_mtp,
-        names=lambda spec: replace(NAMES, first=spec.num_layers),
-        known=OF_MTP,
-    ),
+    kinds=(INDEXED,),
+    known=OF_MTP,
 )

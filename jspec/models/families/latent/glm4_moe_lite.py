@@ -3,28 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from jspec.errors import ConfigError, shown
 from jspec.files.json_files import Fields
 from jspec.models.families.latent.deepseek_v3 import (
-    NAMES,
     latent_json,
     moe_json,
     read_latent_decoder,
-    recurrent,
+    recurrent_family,
     sigmoid_moe,
 )
-from jspec.models.family import OF_RECURRENT_LAYERS, Family, MtpFamily
-from jspec.spec.head_spec import HeadSpec
-from jspec.spec.model_spec import DenseSpec, ModelSpec
+from jspec.spec.layers.feed_forward import DenseSpec
+from jspec.spec.model_spec import ModelSpec
 
 DENSE, SPARSE = "dense", "sparse"
-
-
-def read(fields: Fields) -> ModelSpec:
-    return _layers(fields, range(fields.integer("num_hidden_layers")))
 
 
 def _layers(fields: Fields, numbers: range) -> ModelSpec:
@@ -53,11 +46,6 @@ def _num_dense(fields: Fields) -> Any:
     return num_dense
 
 
-def read_mtp(fields: Fields, target: ModelSpec) -> HeadSpec:
-    number = target.num_layers
-    return recurrent(fields, _layers(fields, range(number, number + 1)), target)
-
-
 def to_json(spec: ModelSpec) -> dict[str, Any]:
     written = latent_json(spec, architecture="Glm4MoeLiteForCausalLM", model_type="glm4_moe_lite")
     return written | moe_json(spec) | kinds_json(spec)
@@ -68,14 +56,9 @@ def kinds_json(spec: ModelSpec) -> dict[str, Any]:
     return {"mlp_layer_types": kinds}
 
 
-FAMILY = Family(
+FAMILY = recurrent_family(
     name="glm4_moe_lite",
-    architectures=("Glm4MoeLiteForCausalLM",),
-    read=read,
+    architecture="Glm4MoeLiteForCausalLM",
+    layers=_layers,
     to_json=to_json,
-    mtp=MtpFamily(
-        read=read_mtp,
-        names=lambda spec: replace(NAMES, first=spec.num_layers),
-        known=OF_RECURRENT_LAYERS,
-    ),
 )

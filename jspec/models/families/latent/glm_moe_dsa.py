@@ -1,6 +1,6 @@
 """GLM-5, 5.1 and 5.2 (GlmMoeDsaForCausalLM): DeepSeek-V3.2's attention and MoE.
 
-RoPE turns neighbours in the indexer, too. From GLM-5.2 on (IndexCache, arXiv:2603.12201) most
+RoPE rotates neighbours in the indexer, too. From GLM-5.2 on (IndexCache, arXiv:2603.12201) most
 layers have no indexer: they attend to what the last layer with one selected. `indexer_types` has
 the kind of each layer; without it `index_topk_pattern`, or index_topk_freq and an offset.
 """
@@ -12,7 +12,7 @@ from typing import Any
 
 from jspec.errors import ConfigError, shown
 from jspec.files.json_files import Fields
-from jspec.models.families.latent.deepseek_v3 import NAMES, recurrent
+from jspec.models.families.latent.deepseek_v3 import recurrent_family
 from jspec.models.families.latent.deepseek_v32 import (
     INDEXED,
     OF_MTP,
@@ -20,9 +20,8 @@ from jspec.models.families.latent.deepseek_v32 import (
     read_sparse_decoder,
     sparse_json,
 )
-from jspec.models.family import Family, MtpFamily
-from jspec.spec.head_spec import HeadSpec
-from jspec.spec.model_spec import LatentAttentionSpec, LayerSpec, ModelSpec
+from jspec.spec.layers.attention import LatentAttentionSpec
+from jspec.spec.model_spec import LayerSpec, ModelSpec
 
 FULL, SHARED = "full", "shared"
 LETTERS = {"F": FULL, "S": SHARED}
@@ -69,12 +68,6 @@ def _without_indexer(layer: LayerSpec) -> LayerSpec:
     return replace(layer, attention=replace(attention, indexer=None, reuses_selection=True))
 
 
-def read_mtp(fields: Fields, target: ModelSpec) -> HeadSpec:
-    number = target.num_layers
-    layer = _layers(fields, range(number, number + 1))
-    return recurrent(fields, layer, target, kinds=(INDEXED,))
-
-
 def to_json(spec: ModelSpec) -> dict[str, Any]:
     written = sparse_json(spec, architecture="GlmMoeDsaForCausalLM", model_type="glm_moe_dsa")
     attentions = (layer.attention for layer in spec.layers)
@@ -82,14 +75,14 @@ def to_json(spec: ModelSpec) -> dict[str, Any]:
     return written | {TYPES: [SHARED if shared else FULL for shared in shares]}
 
 
-FAMILY = Family(
-    name="glm_moe_dsa",
-    architectures=("GlmMoeDsaForCausalLM",),
-    read=read,
-    to_json=to_json,
-    mtp=MtpFamily(
-        read=read_mtp,
-        names=lambda spec: replace(NAMES, first=spec.num_layers),
+FAMILY = replace(
+    recurrent_family(
+        name="glm_moe_dsa",
+        architecture="GlmMoeDsaForCausalLM",
+        layers=_layers,
+        to_json=to_json,
+        kinds=(INDEXED,),
         known=OF_MTP,
     ),
+    read=read,
 )

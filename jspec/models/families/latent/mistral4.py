@@ -24,7 +24,9 @@ from jspec.models.family import Family, read_decoder, without_partial_rotary
 from jspec.models.files.fp8 import check_quantization
 from jspec.models.layer_params import ffn_params
 from jspec.models.params import ParamTable, or_nested
-from jspec.spec.model_spec import AttentionSpec, FeedForward, ModelSpec, Routing
+from jspec.spec.layers.attention import AttentionSpec
+from jspec.spec.layers.feed_forward import FeedForward, Routing
+from jspec.spec.model_spec import ModelSpec
 from jspec.spec.rope import QueryGrowth
 from jspec.spec.rope_io import TABLES
 
@@ -51,7 +53,7 @@ def read(fields: Fields) -> ModelSpec:
     if round(share * head_dim) != rope_dim:
         raise ConfigError(
             f"{fields.path}: partial_rotary_factor is {share}; expected qk_rope_head_dim "
-            f"{rope_dim} of {head_dim} numbers of a head"
+            f"{rope_dim} of {head_dim} dimensions of a head"
         )
     moe = read_moe(fields, Routing.SOFTMAX_THEN_TOP_NORMALIZED)
     return read_decoder(

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from jspec.errors import EngineClosedError, JspecError, RequestFailedError
 from jspec.messages.request import StreamChunk
-from jspec.serving.mailbox import Mailbox
+from jspec.serving.streams.mailbox import Mailbox
 
 LOGGER = logging.getLogger("jspec.scheduler")
 
@@ -29,12 +29,10 @@ class Abandons(Protocol):
 class ChunkStream(AsyncIterator[StreamChunk]):
     """The chunks of one request, up to and including the one with the finish reason.
 
-    Calling aclose(), cancelling the wait for a chunk, or dropping the last reference to the stream
-    aborts the request.
-
-    Raises EngineClosedError, after the committed chunks, if the engine ends first;
-    QueueTimeoutError if the request waited too long; RequestFailedError if its text cannot be made,
-    if it ran at repeated runner failures, or after an internal error in its state.
+    Calling aclose(), cancelling the wait for a chunk, or dropping the stream aborts the request.
+    Raises, after the committed chunks, EngineClosedError if the engine ends first;
+    QueueTimeoutError; RequestFailedError if its text cannot be made, it ran at repeated runner
+    failures, or its state had an internal error.
     """
 
     def __init__(self, engine_loop: Abandons, request_id: str, queue: Mailbox) -> None:

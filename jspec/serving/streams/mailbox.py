@@ -1,7 +1,5 @@
-"""Transport of chunks from the engine's loop to readers on any event loop.
-
-After a step, each event loop with waiting readers is woken once, since waking costs a system call.
-"""
+"""Transport of chunks from the engine's loop to readers on any event loop. After a step, each loop
+with waiting readers is woken once, since waking costs a system call."""
 
 from __future__ import annotations
 
@@ -19,11 +17,10 @@ Waiting = tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]
 
 
 class Mailbox:
-    """The pieces of one request for its single reader, who turns them into chunks.
+    """The pieces of one request for its single reader, who turns them into chunks, without a lock.
 
-    It has no lock, which could block the engine's loop while a reader waits for the GIL. The reader
-    announces that it waits and then checks again; the writer puts and then checks for a waiting
-    reader, so at least one notices the other. Only the reader writes `_waiting`.
+    The reader announces that it waits and then checks again; the writer puts and then checks for a
+    waiting reader, so at least one notices the other. Only the reader writes `_waiting`.
     """
 
     def __init__(self, max_unread: int | None = None) -> None:

@@ -9,8 +9,8 @@ from contextlib import suppress
 from jspec.errors import EngineClosedError, RequestFailedError, clear_frames
 from jspec.scheduler.outputs.token_history import Piece
 from jspec.scheduler.scheduler import ABORTED, Scheduler
-from jspec.serving.mailbox import Failure, Mailbox, Waiting, wake
 from jspec.serving.recovery import MOST_LOSSES
+from jspec.serving.streams.mailbox import Failure, Mailbox, Waiting, wake
 
 LOGGER = logging.getLogger("jspec.scheduler")
 SLOW_READER = "aborted: its reader left too much unread"

@@ -1,9 +1,9 @@
-"""Conversion between a checkpoint's tensors and the arrays that a table declares, in numpy."""
+"""Conversion of a checkpoint's tensors to the arrays that a table declares, in numpy."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -18,63 +18,10 @@ from jspec.device.weights import Weight, weight_of
 from jspec.errors import CheckpointError
 from jspec.models.files import mxfp4
 from jspec.models.files.fp8_weights import StoredFP8, forms_in, read_codes, stored_fp8
+from jspec.models.files.stored.layouts import chosen_layout
 from jspec.models.files.tensor_files import BLOCK_BYTES, HostArray, Tensors, transpose_into
 from jspec.models.params import Form, Init, ParamPath, ParamSpec, ParamTable, Part, shard_columns
-from jspec.spec.weight_format import FP8, Dense, Op, Shape, WeightFormat, num_bytes
-
-
-def chosen_layout(tensors: Tensors, spec: ParamSpec) -> tuple[Part, ...]:
-    """Return the first layout of which the checkpoint has a tensor, else the first of all."""
-    for layout in spec.readable:
-        if any(name in tensors for part in layout for name in part.tensors):
-            return layout
-    return spec.readable[0]
-
-
-def check_names(
-    tensors: Tensors,
-    table: ParamTable,
-    *,
-    optional: Mapping[str, Shape] | None = None,
-    is_stray: Callable[[str], bool],
-    integers: Collection[str] = (),
-) -> None:
-    """Raise CheckpointError unless the checkpoint has exactly the tensors of the table."""
-    required: dict[str, Shape] = {}
-    allowed = dict(optional or {})
-    packed: set[str] = set()
-    for spec in table:
-        if not spec.layouts:
-            continue
-        names = allowed if spec.tied_to or spec.optional else required
-        for part in chosen_layout(tensors, spec):
-            names |= part.tensors
-            packed |= part.tensors.keys() if part.format else set()
-    tensors.check(required, optional=allowed, is_stray=is_stray, integers=integers, packed=packed)
-
-
-def stored_formats(
-    table: ParamTable, layout_of: Callable[[ParamSpec], tuple[Part, ...]]
-) -> dict[Op, WeightFormat]:
-    """Return the formats of packed products. layout_of: gives the stored layout of a weight."""
-    found: dict[Op, set[WeightFormat | None]] = {}
-    for spec in table:
-        if spec.op is not None and spec.layouts:
-            found.setdefault(spec.op, set()).add(layout_of(spec)[0].format)
-    return {op: each for op, (each, *others) in found.items() if each is not None and not others}
-
-
-def packed_bytes(tensors: Tensors, table: ParamTable, *, dtype: npt.DTypeLike) -> tuple[int, int]:
-    """Return (bytes of tensors that are unpacked on reading, bytes of these weights in `dtype`)."""
-    packed: dict[str, Shape] = {}
-    unpacked = 0
-    for spec in (spec for spec in table if spec.layouts):
-        layout = chosen_layout(tensors, spec)
-        if layout[0].format is not None and layout[0].format != spec.format:
-            for part in layout:
-                packed |= part.tensors
-            unpacked += num_bytes(spec.format_in(dtype), spec.shape)
-    return sum(map(math.prod, packed.values())), unpacked
+from jspec.spec.weight_format import FP8, Dense, num_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,8 +51,8 @@ def param_reads(
 ) -> list[ParamRead]:
     """Return a read of each weight that has a layout, of a model in `dtype` over `shards`.
 
-    A tied weight comes with the one it is tied to; reading raises CheckpointError if both are
-    stored and differ. Raises ConfigError if a weight cannot be sharded.
+    A tied weight comes with the one it is tied to; CheckpointError if both are stored and differ.
+    Raises ConfigError if a weight cannot be sharded.
     """
     tied = {spec.tied_to: spec for spec in table if spec.tied_to is not None}
     how: dict[str, Any] = {"dtype": dtype, "shards": shards}
@@ -201,8 +148,8 @@ def _is_by_rows(part: Part) -> bool:
 
 
 def _is_whole(part: Part, spec: ParamSpec) -> bool:
-    is_as_held = part.form is Form.AS_HELD and not part.stack and spec.entries is None
-    return is_as_held and part.shape == spec.shape
+    is_plain = part.form is Form.AS_IS and not part.stack and spec.entries is None
+    return is_plain and part.shape == spec.shape
 
 
 def _own_rows(spec: ParamSpec, own: range | None, shards: int) -> range | None:
@@ -331,7 +278,7 @@ def _output_rows(stored: HostArray, part: Part) -> HostArray:
 
 
 def _place(out: HostArray, stored: HostArray, rows: slice, form: Form) -> None:
-    if form is Form.AS_HELD:
+    if form is Form.AS_IS:
         out[...] = stored[..., rows]
         return
     source = stored[..., rows, :]
@@ -340,65 +287,3 @@ def _place(out: HostArray, stored: HostArray, rows: slice, form: Form) -> None:
         return
     for one, part in zip(out, source, strict=True):
         transpose_into(one, part)
-
-
-def stored_tensors(
-    table: ParamTable, params: Mapping[str, Any], *, dtype: npt.DTypeLike
-) -> dict[str, HostArray]:
-    """Return the tensors of unsharded params, each in its first layout. Raises CheckpointError."""
-    tensors: dict[str, HostArray] = {}
-    for spec in table:
-        if not spec.layouts:
-            continue
-        host = np.asarray(value_at(params, spec.path))
-        if host.shape != spec.shape:
-            raise CheckpointError(
-                f"params give {'.'.join(map(str, spec.path))} the shape {host.shape}; expected "
-                f"{spec.shape} (only unsharded params can be saved)"
-            )
-        if spec.tied_to is not None:
-            if not np.array_equal(host, np.asarray(value_at(params, spec.tied_to)).T):
-                raise CheckpointError(
-                    f"tie_word_embeddings is true but {'.'.join(map(str, spec.path))} differs "
-                    "from the embedding table; expected them equal, since only the table is written"
-                )
-            continue
-        _store(tensors, spec, host, dtype=dtype)
-    return tensors
-
-
-def _store(
-    tensors: dict[str, HostArray], spec: ParamSpec, host: HostArray, *, dtype: npt.DTypeLike
-) -> None:
-    for name, part, piece in pieces(spec.layouts[0], host):
-        if name not in tensors and piece.shape == part.shape:
-            tensors[name] = np.ascontiguousarray(piece, dtype=dtype)
-            continue
-        whole = tensors.setdefault(name, np.empty(part.shape, dtype))
-        put_piece(whole, part, piece)
-
-
-def pieces(layout: tuple[Part, ...], host: HostArray) -> Iterator[tuple[str, Part, HostArray]]:
-    """Yield (name, part, stored array) of an unsharded weight; views unless `plus` is nonzero."""
-    column = 0
-    for part in layout:
-        columns = host[..., column : column + part.size]
-        column += part.size
-        turned = columns if part.form is Form.AS_HELD else np.swapaxes(columns, -1, -2)
-        for index, name in enumerate(part.names):
-            piece = turned[index] if part.stack else turned
-            yield name, part, piece - np.float32(part.plus) if part.plus else piece
-
-
-def put_piece(whole: HostArray, part: Part, piece: HostArray) -> None:
-    """Write a part into its stored tensor; the part may lack axes of size one."""
-    rows = whole if piece.ndim == whole.ndim else whole.reshape(-1, whole.shape[-1])
-    index = (..., part.rows) if part.form is Form.AS_HELD else (..., part.rows, slice(None))
-    rows[index] = piece
-
-
-def value_at(params: Mapping[str, Any], path: ParamPath) -> Any:
-    value: Any = params
-    for key in path:
-        value = value[key]
-    return value
