@@ -62,7 +62,7 @@ SLOW: dict[str, Shape] = {
     "dflash2": TREE,
     "dspark": TREE,
     "p_eagle": TREE,
-    "eagle1": CHAIN,
+    "eagle1": TREE,
     "multi_layer_chained": (3, 1),
     "multi_layer_hidden_first": (2, 3),
     "multi_layer_mimo_v2": TREE,
