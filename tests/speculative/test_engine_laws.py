@@ -244,7 +244,7 @@ def test_a_retracted_row_goes_on_as_if_nothing_had_been(setting: Setting) -> Non
 @pytest.mark.slow
 @pytest.mark.exhaustive
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("case", itertools.product(KINDS, (1, 16)), ids=str)
+@pytest.mark.parametrize("case", [*itertools.product(KINDS, (1, 16))], ids=str)
 def test_a_wide_tree_under_retraction(case: tuple[str, int]) -> None:
     """K = 16 with N = 64: scratch slots fill whole pages, and exhaust the pool."""
     name, page_size = case
