@@ -74,7 +74,7 @@ CASES = {
         (21, 0, 1, 18), (150, 7, 65, 0), padding=5
     ),
     "one long row, unaligned prefix, wide heads": gpu_case(
-        (70,), (131,), Tuning(), width=128, page_size=64
+        (33,), (131,), Tuning(), width=128, page_size=64
     ),
     "every head its own, no prefix": gpu_case((150,), (0,), heads=(2, 2), page_size=32),
     # The last tile has padding, and blocks of keys that all its queries see.

@@ -361,6 +361,7 @@ def test_c14_abort_all(served: Served) -> None:
     assert served.client.get("/health_generate").status_code == 200
 
 
+@pytest.mark.exhaustive  # fast on a tiny pair: test_grammar.py
 def test_c16_a_chat_in_json(served: Served) -> None:
     pytest.importorskip("llguidance")
     messages = [
@@ -378,6 +379,7 @@ def test_c16_a_chat_in_json(served: Served) -> None:
     assert isinstance(json.loads(answer["message"]["content"]), dict)
 
 
+@pytest.mark.exhaustive  # fast on a tiny pair: test_grammar.py
 def test_c17_a_schema_with_and_without_log_probabilities(served: Served) -> None:
     pytest.importorskip("llguidance")
     texts = []
