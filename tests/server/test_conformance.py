@@ -404,6 +404,7 @@ def test_c17_a_schema_with_and_without_log_probabilities(served: Served) -> None
     assert texts[0] == texts[1]
 
 
+@pytest.mark.exhaustive  # of a tiny pair: test_compile_at_start.py
 def test_c18_hidden_states(served: Served) -> None:
     params = {"temperature": 0, "max_new_tokens": 32}
     results = served.generate(text=FOUR[:2], sampling_params=params, return_hidden_states=True)
