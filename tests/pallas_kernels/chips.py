@@ -27,7 +27,7 @@ needs_older_jax = pytest.mark.skipif(has_mosaic_gpu(), reason="this jax has the 
 def in_turns(names: Iterable[str], tunings: Sequence[Any], *, ci: Sequence[str]) -> list[Any]:
     """Return parameters (name, tuning) of the whole cross product.
 
-    CI runs the names of `ci` alone, the first with the first tuning, and so on in turns.
+    CI runs the names of `ci` alone, the first with the first tuning, and so on, alternating.
     """
     in_ci = {(name, i % len(tunings)) for i, name in enumerate(ci)}
     return [
