@@ -95,7 +95,6 @@ LONG = (
     "test_house.py",
     "server/test_grammar.py",
     "speculative/test_drafter_laws.py",
-    "speculative/test_fp8_cache.py",
     "engine/test_fp8_weights.py",
     "test_cli.py",
     "sampling/test_accept.py",
@@ -111,6 +110,12 @@ LONG = (
 )
 
 
+def has_case(item: pytest.Item, marker: str) -> bool:
+    """Return True if a mark names the case of a test by the start of its id."""
+    starts = [start for mark in item.iter_markers(marker) for start in mark.args]
+    return bool(starts) and item.name.partition("[")[2].startswith(tuple(starts))
+
+
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects slow tests
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark expensive cases as slow, and run the longest files first.
@@ -118,12 +123,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     The interpreters of the kernels (pallas_kernels/test_*_gpu*.py and test_*_tpu*.py) are marked
     `kernel` and slow: who changes a kernel runs `pytest -m kernel`.
     `@pytest.mark.slow_cases("2]", "tree")` moves the cases of one test whose ids begin so to the
-    slow suite ("]" ends an id); a sibling of the same law stays in the fast one.
+    slow suite ("]" ends an id); a sibling of the same law stays in the fast one. In the same way
+    `exhaustive_cases` leaves them to who runs everything.
     """
     here = Path(__file__).parent
     for item in items:
-        cases = [start for mark in item.iter_markers("slow_cases") for start in mark.args]
-        if item.name.partition("[")[2].startswith(tuple(cases)) and cases:
+        if has_case(item, "exhaustive_cases"):
+            item.add_marker(pytest.mark.exhaustive)
+            item.add_marker(pytest.mark.slow)
+        elif has_case(item, "slow_cases"):
             item.add_marker(pytest.mark.slow)
         if KERNELS.search(item.path.as_posix()) and not item.get_closest_marker("slow"):
             item.add_marker(pytest.mark.kernel)

@@ -242,6 +242,7 @@ def test_the_host_half_imports_no_jax() -> None:
     run_python(code)
 
 
+@pytest.mark.slow
 def test_importing_touches_no_device() -> None:
     """A platform that does not exist: the first array or device query at import would raise."""
     names = [dotted(path) for path in modules()]

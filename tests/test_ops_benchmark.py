@@ -11,7 +11,6 @@ import pytest
 from benchmarks import ops
 from benchmarks.op_cases import MODELS, OPS, experts
 from jspec.pallas_kernels.shapes import GPT_OSS_20B, GPT_OSS_20B_MXFP4, QWEN3_30B_A3B
-from tests.pallas_kernels.chips import needs_mosaic_gpu
 
 SIZES: dict[str, str] = {
     "attention": "batch=2 queries=16 context=70",
@@ -62,7 +61,6 @@ def measured(op: str, bundle: str, folder: Path, *options: str) -> list[dict[str
         *((op, "reference") for op in FAST),
         *(pytest.param(op, "reference", marks=pytest.mark.slow) for op in OPS if op not in FAST),
         ("add_norm", "gpu_interpret"),
-        pytest.param("prefill", "gpu_interpret", marks=[needs_mosaic_gpu, pytest.mark.slow]),
         pytest.param("compaction", "tpu_interpret", marks=pytest.mark.slow),
         pytest.param("delta_prefill", "gpu_interpret", marks=pytest.mark.slow),
     ],

@@ -165,7 +165,9 @@ def test_a_target_gives_what_it_gives_over_xla() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("queries_per_row", [QUERIES, None])
+@pytest.mark.parametrize(
+    "queries_per_row", [QUERIES, pytest.param(None, marks=pytest.mark.exhaustive)]
+)
 def test_a_target_with_an_fp8_cache_gives_what_it_gives_over_xla(
     queries_per_row: int | None,
 ) -> None:

@@ -37,8 +37,8 @@ from tests.support.golden_arrays import arrays_of
 from tests.support.lora_adapters import write_adapter, write_merged
 
 FAST = "qwen2"  # fused q, k and v with biases, fused gate and up
-# Gates in a projection's rows and recurrent layers; latents; biases; gates by head, windows.
-SLOW = ("qwen3_next", "deepseek_v3", "gpt_oss", "step3p5")
+# Gates in a projection's rows and recurrent layers; latents; biases, windows.
+SLOW = ("qwen3_next", "deepseek_v3", "gpt_oss")
 
 
 def _marks(name: str) -> tuple[pytest.MarkDecorator, ...]:

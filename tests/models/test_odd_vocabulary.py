@@ -50,10 +50,10 @@ def test_the_columns_of_no_token_are_zeros_at_the_end(
 
 @pytest.mark.slow
 def test_texts_do_not_depend_on_the_shards(tmp_path: Path) -> None:
-    """Four shards also repeat the two kv heads. Some texts end in the last id."""
+    """Four shards, which also repeat the two kv heads. Some texts end in the last id."""
     saved(tmp_path, is_tied=False)
     texts = []
-    for shards in (1, 2, 4):
+    for shards in (1, 4):
         engine = Engine(
             model_path=str(tmp_path),
             skip_tokenizer_init=True,
@@ -71,5 +71,5 @@ def test_texts_do_not_depend_on_the_shards(tmp_path: Path) -> None:
                 input_ids=prompts, sampling_params=SAMPLINGS, return_logprob=True
             )
         texts.append([each["output_ids"] for each in found])
-    assert texts[0] == texts[1] == texts[2]
+    assert texts[0] == texts[1]
     assert any(SIZE - 1 in text for text in texts[0])

@@ -202,6 +202,11 @@ def test_equals_the_reference_and_reads_no_poison(name: str) -> None:
     check(np.random.default_rng(len(name)), FAST[name])
 
 
+# Of these each setting is in another case.
+@pytest.mark.exhaustive_cases(
+    *("chain, three heads", "extend of 64", "tree of 4,", "tree of 33", "tree of 64"),
+    *("draft level, older", "every row absent"),
+)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SLOW)
 def test_equals_the_reference_at_other_shapes(name: str) -> None:

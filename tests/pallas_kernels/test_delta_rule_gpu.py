@@ -145,13 +145,9 @@ def test_wide_heads_give_what_xla_gives(
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive  # two engines over interpreted kernels; the laws above are of each kernel
 @pytest.mark.parametrize(
-    ("name", "shape"),
-    [
-        pytest.param("hybrid", (3, 1, 4), marks=pytest.mark.exhaustive),
-        ("hybrid", (2, 2, 7)),
-        pytest.param("latent", (2, 2, 7), marks=pytest.mark.exhaustive),
-    ],
+    ("name", "shape"), [("hybrid", (3, 1, 4)), ("hybrid", (2, 2, 7)), ("latent", (2, 2, 7))]
 )
 def test_speculative_text_equals_plain_text(name: str, shape: tuple[int, int, int]) -> None:
     target = MIXER_TARGETS[name]

@@ -44,7 +44,7 @@ GPT_OSS = dict(zip(("size", "inner"), GPT_OSS_20B.widths, strict=True)) | {"num_
 
 
 @pytest.mark.slow
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(drawn_moes)
 def test_equals_xla_and_reads_no_untouched_expert(case: tuple[Mixture, int, float]) -> None:
     moe, seed, skew = case

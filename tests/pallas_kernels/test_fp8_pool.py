@@ -150,9 +150,9 @@ def test_a_bundle_without_a_kernel_for_it_runs_xlas_path() -> None:
     ("queries_per_row", "rotary"),
     [
         (3, 64),
-        pytest.param(None, 64, marks=pytest.mark.slow),
-        pytest.param(3, 32, marks=pytest.mark.slow),
         pytest.param(None, 32, marks=pytest.mark.slow),
+        pytest.param(None, 64, marks=[pytest.mark.slow, pytest.mark.exhaustive]),
+        pytest.param(3, 32, marks=[pytest.mark.slow, pytest.mark.exhaustive]),
     ],
 )
 def test_the_gpus_kernels_are_xlas_path(queries_per_row: int | None, rotary: int) -> None:

@@ -48,7 +48,7 @@ RINGS: dict[str, tuple[int, int, int, bool, ProductTuning]] = {
     "two consumers": (136, 256, 256, False, WIDE),
     "pairs share weights": (136, 256, 256, False, PAIRS),
 }
-FAST = ("an odd M, two blocks of columns",)
+BOTH = "an odd M, two blocks of columns"  # in CI; of the others one form, alternating
 E, INNER = LLAMA_3_1_8B.widths
 
 
@@ -126,9 +126,18 @@ def test_numbers_that_are_to_be_scaled_are_quantized_as_if_they_were(by_blocks: 
 
 
 @needs_mosaic_gpu
-@FORMS
 @pytest.mark.parametrize(
-    "name", [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in RINGS]
+    ("name", "by_blocks"),
+    [
+        pytest.param(
+            name,
+            by_blocks,
+            id=f"{name}-{'blocks' if by_blocks else 'channels'}",
+            marks=() if name == BOTH or i % 2 == by_blocks else pytest.mark.exhaustive,
+        )
+        for i, name in enumerate(RINGS)
+        for by_blocks in (False, True)
+    ],
 )
 def test_a_ring_computes_the_reference_without_a_race(name: str, by_blocks: bool) -> None:
     from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as interpreter

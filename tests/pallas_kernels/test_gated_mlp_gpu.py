@@ -58,12 +58,10 @@ SMALL_PROGRAMS = {
     "tokens that fill no eight": (21, 256, 96, replace(FEW, tile_n=48)),
     "deep ring": (256, 128, 128, replace(SMALL, num_stages=5, num_blocks=1)),
 }
-FAST = (
-    "a ragged M, three steps of K",
-    "pairs share weights",
-    "pieces of 64",
-    "by columns",
-    "few tokens",
+# They differ from others in a size alone.
+BY_HAND = (
+    *("one tile, one step", "M far below a tile", "pieces of 64, wide", "pieces of 16"),
+    *("by columns, alone", "deep ring"),
 )
 K, N = LLAMA_3_1_8B.widths
 
@@ -97,7 +95,7 @@ def interpreter_params() -> Any:
 @pytest.mark.parametrize(
     "name",
     [
-        name if name in FAST else pytest.param(name, marks=pytest.mark.slow)
+        pytest.param(name, marks=pytest.mark.exhaustive if name in BY_HAND else ())
         for name in SMALL_PROGRAMS
     ],
 )

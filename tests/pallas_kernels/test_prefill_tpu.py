@@ -228,6 +228,11 @@ def test_every_feature_equals_the_reference(name: str) -> None:
     check(case, rng, [case.queries, *others], [longest, *others])
 
 
+# Of these each setting is in another case.
+@pytest.mark.exhaustive_cases(
+    *("page 16, bf16", "page 64, bf16", "sizes of a real model", "window within a page"),
+    "nothing written, bf16",
+)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SLOW)
 def test_every_shape_equals_the_reference(name: str) -> None:

@@ -9,6 +9,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 
 from jspec.engine.programs.program_keys import describe_ready
@@ -112,6 +113,29 @@ def test_no_route_compiles(whole: Engine) -> None:
             answer = ask(app, "POST", path, json=body)
             assert answer.status_code == 200, answer.text
     assert compiled == []
+
+
+@pytest.mark.slow
+def test_hidden_states_are_one_per_token_and_those_of_a_prompt(whole: Engine) -> None:
+    """Check C18 of docs/conformance.md with this engine, whose programs for it are compiled."""
+    app, ids = create_app(whole, ServerArgs(log_interval=0)), [*range(3, 12)]
+
+    def answer(**body: Any) -> Any:
+        return ask(app, "POST", "/generate", json=body).json()
+
+    params = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}
+    told = answer(input_ids=ids, sampling_params=params, return_hidden_states=True)
+    plain = answer(input_ids=ids, sampling_params=params)
+    assert told["output_ids"] == plain["output_ids"]
+    assert "hidden_states" not in plain["meta_info"]
+    prompt, *rows = told["meta_info"]["hidden_states"]
+    assert (len(prompt), len(rows)) == (len(ids), 7)
+    again = answer(
+        input_ids=ids + told["output_ids"][:-1],
+        sampling_params={"max_new_tokens": 0},
+        return_hidden_states=True,
+    )
+    np.testing.assert_allclose([*prompt, *rows], again["meta_info"]["hidden_states"][0], atol=1e-4)
 
 
 @pytest.mark.slow

@@ -182,6 +182,7 @@ def test_c4_first_tokens_that_finish(served: Served) -> None:
         assert result["meta_info"]["completion_tokens"] <= given["max_new_tokens"]
 
 
+@pytest.mark.exhaustive  # with every drafter: tests/speculative/test_engine_laws.py
 def test_c5_parity_with_a_server_that_does_not_speculate(
     served: Served, plain_texts: list[str]
 ) -> None:
@@ -207,7 +208,7 @@ def test_c6_logprob_start_len(served: Served) -> None:
         assert meta["completion_tokens"] == 4 == len(meta["output_token_logprobs"])
 
 
-@pytest.mark.parametrize("temperature", [0, 1])
+@pytest.mark.parametrize("temperature", [pytest.param(0, marks=pytest.mark.exhaustive), 1])
 def test_c7_and_c8_decode_equals_a_rescoring(served: Served, temperature: int) -> None:
     asked: dict[str, Any] = {
         "return_logprob": True,
@@ -275,6 +276,7 @@ def test_c9_and_c10_sweep_of_lengths_ragged(served: Served) -> None:
     wait_idle(served.engine)
 
 
+@pytest.mark.exhaustive  # exactly: tests/sampling/test_penalties.py
 def test_c11_penalties(served: Served) -> None:
     combinations: list[dict[str, Any]] = [
         {"frequency_penalty": f, "presence_penalty": p, "min_new_tokens": m}
@@ -305,6 +307,7 @@ def test_c11_penalties(served: Served) -> None:
     assert most[1] < most[0]
 
 
+@pytest.mark.exhaustive  # with their text: tests/speculative/test_prefix_cache.py
 def test_c12_shared_prefixes(served: Served) -> None:
     rng = random.Random(12)
     nodes: list[list[int]] = [[rng.randrange(4096) for _ in range(40)]]
@@ -358,6 +361,7 @@ def test_c14_abort_all(served: Served) -> None:
     assert served.client.get("/health_generate").status_code == 200
 
 
+@pytest.mark.exhaustive  # fast on a tiny pair: test_grammar.py
 def test_c16_a_chat_in_json(served: Served) -> None:
     pytest.importorskip("llguidance")
     messages = [
@@ -375,6 +379,7 @@ def test_c16_a_chat_in_json(served: Served) -> None:
     assert isinstance(json.loads(answer["message"]["content"]), dict)
 
 
+@pytest.mark.exhaustive  # fast on a tiny pair: test_grammar.py
 def test_c17_a_schema_with_and_without_log_probabilities(served: Served) -> None:
     pytest.importorskip("llguidance")
     texts = []
@@ -399,6 +404,7 @@ def test_c17_a_schema_with_and_without_log_probabilities(served: Served) -> None
     assert texts[0] == texts[1]
 
 
+@pytest.mark.exhaustive  # of a tiny pair: test_compile_at_start.py
 def test_c18_hidden_states(served: Served) -> None:
     params = {"temperature": 0, "max_new_tokens": 32}
     results = served.generate(text=FOUR[:2], sampling_params=params, return_hidden_states=True)
@@ -421,6 +427,7 @@ def test_c18_hidden_states(served: Served) -> None:
     )
 
 
+@pytest.mark.exhaustive  # with every drafter: tests/speculative/test_engine_laws.py
 def test_c20_retraction_leaks_nothing(served: Served) -> None:
     """4 rows of 850 tokens need more than the pool's 2,400."""
     params = {"temperature": 0, "max_new_tokens": 800, "ignore_eos": True}

@@ -1,7 +1,7 @@
 """LoRA adapters of a serving engine: the texts of merged weights, per request, while others run.
 
-The trees of the slow suite come from the target merged with adapter `a`, so drafts of its rows are
-accepted, and those of others seldom are.
+The trees come from the target merged with adapter `a`, so drafts of its rows are accepted, and
+those of others seldom are.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from tests.support.tiny_models import TinyPair, tiny_target_config, write_tiny_t
 from .conftest import TEMPLATE
 from .helpers import ask, wait_idle, wait_running, wait_taken
 
+pytestmark = pytest.mark.slow
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 ALL = (*ATTENTION, "gate_proj", "up_proj", "down_proj")
 PROMPTS = ("def fib(n):", "x" * 45)  # the second is longer than a chunk
@@ -154,7 +155,6 @@ def test_each_adapter_has_the_texts_of_merged_weights(
     assert max(accepted(lora_engine, name) for name in ("a", "b")) > 1
 
 
-@pytest.mark.slow
 def test_trees_are_accepted_for_adapters_over_two_ranks_of_two_shards(
     engine: Engine, tiny_pair: TinyPair, tmp_path: Path
 ) -> None:
@@ -367,7 +367,6 @@ def test_a_start_that_cannot_serve_its_adapters_is_refused(
         Engine(**{**arguments, **given})
 
 
-@pytest.mark.slow
 def test_grammars_choices_and_numbers_follow_the_adapter(
     arguments: dict[str, Any], adapters: Adapters
 ) -> None:
@@ -402,7 +401,6 @@ def check_kinds(engine: Engine, adapters: Adapters) -> None:
         np.testing.assert_allclose(got[2], wanted[2], atol=1e-3)
 
 
-@pytest.mark.slow
 def test_adapters_come_back_with_a_restarted_process(
     arguments: dict[str, Any], lora_engine: Engine, adapters: Adapters
 ) -> None:

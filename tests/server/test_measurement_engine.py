@@ -46,6 +46,7 @@ def measured(tiny_pair: TinyPair, engine_arguments: dict[str, Any]) -> Iterator[
         yield engine
 
 
+@pytest.mark.slow
 def test_ids_in_ids_out_three_a_verification(measured: Engine) -> None:
     result = measured.generate(input_ids=[1, 2, 3], sampling_params=PARAMS)
     assert result["text"] == ""
@@ -54,6 +55,7 @@ def test_ids_in_ids_out_three_a_verification(measured: Engine) -> None:
     assert result["meta_info"]["acceptance_length"] == 3.0
 
 
+@pytest.mark.slow
 def test_over_http_too(measured: Engine) -> None:
     app = create_app(measured)
     body = {"input_ids": [1, 2, 3], "sampling_params": PARAMS}
@@ -64,6 +66,7 @@ def test_over_http_too(measured: Engine) -> None:
     assert ask(app, "GET", "/health_generate").status_code == 200
 
 
+@pytest.mark.slow
 def test_a_length_cut_by_the_pool_is_said_once(
     measured: Engine, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -83,6 +86,7 @@ def test_a_length_cut_by_the_pool_is_said_once(
     assert "max_total_tokens" in record.getMessage()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("path", "body"),
     [
@@ -99,11 +103,13 @@ def test_text_is_a_clear_error(measured: Engine, path: str, body: dict[str, Any]
     assert measured.stats.num_queued + measured.stats.num_running == 0
 
 
+@pytest.mark.slow
 def test_the_tokenizer_is_a_clear_error_as_well(measured: Engine) -> None:
     with pytest.raises(RequestError, match="skip_tokenizer_init"):
         measured.tokenizer  # noqa: B018
 
 
+@pytest.mark.slow
 def test_server_info_and_the_log_say_that_it_is_on(measured: Engine) -> None:
     info = ask(create_app(measured), "GET", "/server_info").json()
     assert info["simulate_acceptance"] == 3.0

@@ -62,7 +62,7 @@ SLOW: dict[str, Shape] = {
     "dflash2": TREE,
     "dspark": TREE,
     "p_eagle": TREE,
-    "eagle1": CHAIN,
+    "eagle1": TREE,
     "multi_layer_chained": (3, 1),
     "multi_layer_hidden_first": (2, 3),
     "multi_layer_mimo_v2": TREE,
@@ -190,17 +190,8 @@ def test_no_live_row_touches_no_row(kind: Kind, shape: Shape) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "kind",
-    [
-        pytest.param(
-            kind,
-            id=kind.name,
-            marks=() if kind.name in ("eagle3", "ngram") else pytest.mark.exhaustive,
-        )
-        for kind in EVERY
-    ],
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kind", EVERY, ids=lambda kind: kind.name)
 def test_interpreted_it_is_what_it_is_compiled(kind: Kind) -> None:
     shape = (2, 2)
     compiled, by_itself = Texts(kind, shape, seed=5), Texts(kind, shape, seed=5)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -88,25 +88,18 @@ RUNS: tuple[dict[str, Any], ...] = tuple(
 )
 
 
-def every_engine(fast: tuple[Setting, ...] = FAST) -> list[Any]:
-    """Return cases: `fast` ones, three that CI runs slowly, and those that are run by hand."""
-    slow = (*REST[:2], REST[4])
-    by_hand = [setting for setting in REST if setting not in slow]
-    return [
-        *(
-            pytest.param(
-                setting,
-                id=setting.name,
-                marks=[pytest.mark.slow] if setting.kind == "eagle1" else [],  # eagle3 is fast
-            )
-            for setting in fast
-        ),
-        *(pytest.param(setting, id=setting.name, marks=pytest.mark.slow) for setting in slow),
-        *(
-            pytest.param(setting, id=setting.name, marks=[pytest.mark.slow, pytest.mark.exhaustive])
-            for setting in by_hand
-        ),
-    ]
+def every_engine(settings: tuple[Setting, ...] = FAST) -> list[Any]:
+    """Return cases of `settings` and REST: in the fast suite a tree, a lookup and states, in CI one
+    of each algorithm and of rounds. EAGLE-1 is there beside a lookup.
+    """
+    in_ci = {*FAST[1:], *REST[:2]}
+
+    def marks_of(setting: Setting) -> Any:
+        if setting.kind in ("eagle3", "ngram", "recurrent") and setting in FAST:
+            return ()
+        return pytest.mark.slow if setting in in_ci else [pytest.mark.slow, pytest.mark.exhaustive]
+
+    return [pytest.param(each, id=each.name, marks=marks_of(each)) for each in (*settings, *REST)]
 
 
 EVERY_ENGINE = every_engine()
@@ -151,17 +144,10 @@ def test_the_text_depends_on_no_draft(setting: Setting) -> None:
 ARRAY = covering_array(FACTORS)
 
 
-def some(values: Iterable[Any], *, every: int) -> list[Any]:
-    """Return all as cases, of which CI runs one in `every`."""
-    return [
-        pytest.param(value, id=str(value), marks=pytest.mark.exhaustive if i % every else ())
-        for i, value in enumerate(values)
-    ]
-
-
 @pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("number", some(range(len(ARRAY)), every=100))
+@pytest.mark.parametrize("number", range(len(ARRAY)))
 def test_the_text_depends_on_no_draft_in_the_whole_array(number: int) -> None:
     case = ARRAY[number]
     names = [field.name for field in dataclasses.fields(Setting) if field.name in case]
@@ -256,8 +242,9 @@ def test_a_retracted_row_goes_on_as_if_nothing_had_been(setting: Setting) -> Non
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("case", some(itertools.product(KINDS, (1, 16)), every=36))
+@pytest.mark.parametrize("case", [*itertools.product(KINDS, (1, 16))], ids=str)
 def test_a_wide_tree_under_retraction(case: tuple[str, int]) -> None:
     """K = 16 with N = 64: scratch slots fill whole pages, and exhaust the pool."""
     name, page_size = case

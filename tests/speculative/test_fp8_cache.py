@@ -61,6 +61,7 @@ def params_of(shards: int) -> tuple[Params, Params]:
     )
 
 
+@functools.cache
 def fp8_engine(
     shape: tuple[int, int, int],
     page_size: int,
@@ -109,12 +110,13 @@ def test_plain_decoding_in_chunks_and_batches() -> None:
     check(plain_engine(), chunk=5, is_dial=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "page_size", "chunk"),
     [
         ((2, 2, 4), 4, 8),
-        pytest.param((3, 1, 4), 1, 5, marks=pytest.mark.slow),
-        pytest.param((3, 4, 16), 16, 32, marks=[pytest.mark.slow, pytest.mark.exhaustive]),
+        pytest.param((3, 1, 4), 1, 5, marks=pytest.mark.exhaustive),
+        pytest.param((3, 4, 16), 16, 32, marks=pytest.mark.exhaustive),
     ],
 )
 def test_drafts_change_no_token(shape: tuple[int, int, int], page_size: int, chunk: int) -> None:
@@ -122,6 +124,7 @@ def test_drafts_change_no_token(shape: tuple[int, int, int], page_size: int, chu
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_lookup_changes_no_token() -> None:
     check(fp8_engine((3, 3, 8), 16, algorithm=Algorithm.NGRAM), chunk=8, is_dial=False)
 

@@ -134,7 +134,7 @@ def without(request: Request) -> tuple[int, ...]:
     ("name", "chunk_size", "depth"),
     [
         pytest.param("tree", 7, 1, marks=pytest.mark.slow),
-        pytest.param("ngram", 8, 2, marks=pytest.mark.slow),
+        pytest.param("ngram", 8, 2, marks=[pytest.mark.slow, pytest.mark.exhaustive]),
     ],
 )
 def test_they_equal_a_dense_forward(name: str, chunk_size: int, depth: int) -> None:

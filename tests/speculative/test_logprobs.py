@@ -159,7 +159,7 @@ def check_all(
     ("name", "shards", "chunk_size", "depth"),
     [
         ("tree", 2, 7, 1),
-        pytest.param("ngram", 1, 8, 2, marks=pytest.mark.slow),
+        pytest.param("ngram", 1, 8, 2, marks=[pytest.mark.slow, pytest.mark.exhaustive]),
     ],
 )
 def test_they_equal_a_dense_forward(name: str, shards: int, chunk_size: int, depth: int) -> None:

@@ -38,7 +38,7 @@ FAMILY = Family(
 )
 
 
-@pytest.mark.slow  # test_mixer_identity.py has the same layers in the fast suite
+@pytest.mark.slow
 def test_an_engine_serves_every_kind_of_layer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

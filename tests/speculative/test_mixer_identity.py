@@ -55,15 +55,16 @@ class Case:
 CHAIN = Case("hybrid", (3, 1, 4), page_size=16, chunk=8, rounds=2)
 LATENT = Case("latent", (3, 3, 10), page_size=4, chunk=8)
 SPARSE = Case("sparse", (3, 3, 10), page_size=4, chunk=8)
-CHAIN_OF_SPARSE = Case("sparse", (3, 1, 4), page_size=1, chunk=32, rounds=2)
-FAST = (CHAIN,)  # a lookup's trees on two shards are test_state_snapshots.py's
-REST = (
-    LATENT,
-    SPARSE,
-    Case("sparse_fp8", (2, 2, 7), page_size=16, chunk=7),
-    Case("latent", (3, 1, 4), page_size=1, chunk=32, rounds=2),
+# A lookup's trees on two shards are test_state_snapshots.py's. Sparse latents contain dense ones,
+# which also draft below; all kinds are in test_mixer_engine.py.
+SLOW = (CHAIN, SPARSE, Case("sparse_fp8", (2, 2, 7), page_size=16, chunk=7))
+BY_HAND = (
     Case("all_kinds_fp8", (2, 2, 7), page_size=4, chunk=7),
+    LATENT,
+    Case("latent", (3, 1, 4), page_size=1, chunk=32, rounds=2),
+    Case("sparse", (3, 1, 4), page_size=1, chunk=32, rounds=2),
 )
+EXHAUSTIVE = (pytest.mark.slow, pytest.mark.exhaustive)
 
 
 @functools.cache
@@ -122,13 +123,8 @@ def engine(case: Case) -> Compiled:
 @pytest.mark.parametrize(
     "case",
     [
-        *(pytest.param(case, id=str(case)) for case in FAST),
-        *(pytest.param(case, id=str(case), marks=pytest.mark.slow) for case in REST),
-        pytest.param(
-            CHAIN_OF_SPARSE,
-            id=str(CHAIN_OF_SPARSE),
-            marks=(pytest.mark.slow, pytest.mark.exhaustive),
-        ),
+        *(pytest.param(case, id=str(case), marks=pytest.mark.slow) for case in SLOW),
+        *(pytest.param(case, id=str(case), marks=EXHAUSTIVE) for case in BY_HAND),
     ],
 )
 def test_speculative_equals_plain(case: Case) -> None:
@@ -146,7 +142,11 @@ def test_speculative_equals_plain(case: Case) -> None:
 
 @pytest.mark.parametrize(
     ("case", "num_pages"),
-    [(CHAIN, 20), *(pytest.param(case, 80, marks=pytest.mark.slow) for case in (LATENT, SPARSE))],
+    [
+        pytest.param(CHAIN, 20, marks=pytest.mark.slow),
+        pytest.param(SPARSE, 80, marks=pytest.mark.slow),
+        pytest.param(LATENT, 80, marks=EXHAUSTIVE),
+    ],
     ids=str,
 )
 def test_retracted_rows_start_again(case: Case, num_pages: int) -> None:
@@ -178,9 +178,8 @@ def test_a_draft_with_latent_attention() -> None:
     assert counts[-1] == sum(counts)
 
 
-@pytest.mark.parametrize(
-    ("case", "num_shapes"), [(CHAIN, 4), pytest.param(SPARSE, 2, marks=pytest.mark.slow)], ids=str
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("case", "num_shapes"), [(CHAIN, 4), (SPARSE, 2)], ids=str)
 def test_no_program_copies_a_cache(case: Case, num_shapes: int) -> None:
     """A row's state is read, and written in place."""
     compiled = engine(case)

@@ -106,7 +106,7 @@ def test_two_shards_write_the_text_of_plain_decoding(checkpoint: Path) -> None:
     check_identity(plain, engine_of(load(checkpoint, shards=2), TREE))
 
 
-@pytest.mark.slow_cases("mimo]", "glm4_moe]", "deepseek_v32]")
+@pytest.mark.exhaustive_cases("mimo]", "glm4_moe]", "deepseek_v32]")  # as others' do
 def test_a_target_brings_its_draft(checkpoint: Path) -> None:
     """Every layer has its own weights, and all that it shares are the target's arrays; plain
     decoding and dummy weights read the same file.
@@ -386,6 +386,7 @@ def test_a_layer_of_its_own_drafts_for_a_dense_target(
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive  # no draft changes a text: tests/speculative/test_engine_laws.py
 def test_a_layer_of_its_own_changes_no_text(tmp_path: Path) -> None:
     """A chain on one shard, of the layout whose layer has gates and separate norms."""
     target, alone = write_pair(tmp_path, QWEN)

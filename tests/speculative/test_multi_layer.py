@@ -146,6 +146,7 @@ def resume(
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive_cases("step3p5")
 @pytest.mark.parametrize(("name", "shape"), [("mimo_v2", TREE), ("step3p5", CHAIN)], ids=str)
 def test_the_pool_law_holds_over_cached_pages(name: str, shape: tuple[int, int, int]) -> None:
     """In the middle of a prompt and of a text, in chunks of several sizes: a lagging layer's cached

@@ -28,9 +28,9 @@ from tests.speculative.law_engines import (
 from tests.support.random_shapes import RandomShapes
 
 OFF = (0, 1, 1)
-# The first is of the fast suite, IN_CI of the slow one. The first six are chains: all of a chain's
-# drafts are right where the drafter is; of a tree that is cut to N nodes the right path may be left
-# out.
+# The first is of the fast suite, the one with rounds and shards of the slow one. The first six are
+# chains: all of a chain's drafts are right where the drafter is; of a tree that is cut to N nodes
+# the right path may be left out.
 SETTINGS = (
     OF_SHAPES,
     Setting("eagle3", (3, 1, 4), 4, others=(OFF, (1, 1, 2))),
@@ -41,16 +41,15 @@ SETTINGS = (
     Setting("eagle3", (3, 2, 11), 4, others=(OFF, (3, 1, 4), (3, 2, 5))),
     Setting("ngram", (3, 3, 10), 16, others=(OFF, (1, 1, 2), (3, 2, 5))),
 )
-IN_CI = (5, 7)
 
 
-def marks_of(number: int) -> Any:
-    in_ci = () if number in IN_CI else (pytest.mark.exhaustive,)
-    return () if number == 0 else (pytest.mark.slow, *in_ci)
+def marks_of(setting: Setting) -> Any:
+    in_ci = () if setting.rounds > 1 else (pytest.mark.exhaustive,)
+    return () if setting is OF_SHAPES else (pytest.mark.slow, *in_ci)
 
 
 EVERY_SETTING = [
-    pytest.param(setting, id=setting.name, marks=marks_of(i)) for i, setting in enumerate(SETTINGS)
+    pytest.param(setting, id=setting.name, marks=marks_of(setting)) for setting in SETTINGS
 ]
 
 

@@ -57,7 +57,9 @@ class Case:
 
 CASES = [
     pytest.param(Case((3, 2, 7), 4, Algorithm.EAGLE3), id="tree"),
-    pytest.param(Case((3, 1, 4), 2, shards=2), id="lookup on two shards"),
+    pytest.param(
+        Case((3, 1, 4), 2, shards=2), id="lookup on two shards", marks=pytest.mark.exhaustive
+    ),
     pytest.param(
         Case((3, 2, 7), 8, kv_dtype=FP8), id="lookup over FP8", marks=pytest.mark.exhaustive
     ),

@@ -123,6 +123,7 @@ def check(name: str, shape: tuple[int, int, int]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive_cases("mimo_v2")
 @pytest.mark.parametrize(("name", "shape"), [("mimo_v2", TREE), ("step3p5", CHAIN)], ids=str)
 def test_rows_that_lag_are_there(name: str, shape: tuple[int, int, int]) -> None:
     check(name, shape)

@@ -162,7 +162,7 @@ def run(name: str, windows: tuple[int | None, ...], **how: Any) -> Served:
     [
         ("plain", ALL_LAYERS, 2, 8),
         pytest.param("tree", SOME, 2, 8, marks=pytest.mark.slow),
-        pytest.param("tree", SOME, 0, 32, marks=pytest.mark.slow),
+        pytest.param("tree", SOME, 0, 32, marks=[pytest.mark.slow, pytest.mark.exhaustive]),
     ],
 )
 def test_the_text_is_that_of_a_dense_forward(

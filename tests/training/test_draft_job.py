@@ -99,6 +99,7 @@ def test_a_chain_is_exported_with_the_target_s_embedding(folder: Path, tmp_path:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive  # a head of blocks does below
 def test_two_devices_learn_what_one_does(
     folder: Path, tmp_path: Path, undisturbed: dict[str, np.ndarray]
 ) -> None:

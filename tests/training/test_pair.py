@@ -33,6 +33,7 @@ def test_a_stage_without_what_it_needs_says_which_one_to_run(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive  # the bundled pair is trained by hand; tests/test_train_draft.py is in CI
 def test_the_whole_recipe_runs_and_measures_what_it_exported(tmp_path: Path) -> None:
     library = tmp_path / "python3.99"
     library.mkdir()
