@@ -13,16 +13,16 @@ from functools import partial
 from pathlib import Path
 
 from jspec.errors import ConfigError
-from jspec.models.files.fp8 import (
+from jspec.models.files.stored import chosen_layout, stored_formats
+from jspec.models.files.tensor_files import open_tensors
+from jspec.models.files.w8a8 import (
     METHODS,
     STATIC,
     declared_forms,
     quantization_method,
     unscaled,
 )
-from jspec.models.files.fp8_weights import StoredFP8, forms_in, stored_fp8
-from jspec.models.files.stored import chosen_layout, stored_formats
-from jspec.models.files.tensor_files import open_tensors
+from jspec.models.files.w8a8_weights import StoredW8A8, forms_in, stored_w8a8
 from jspec.models.params import ParamPath, ParamSpec, ParamTable, Part
 from jspec.pallas_kernels.formats import resident_format
 from jspec.spec.weight_format import FP8, MXFP4, Formats, Op, WeightFormat
@@ -47,7 +47,7 @@ class _Stored:
     """The formats of a checkpoint: of whole products, and of fp8 weights by path."""
 
     of_products: dict[Op, WeightFormat]
-    of_weights: dict[ParamPath, StoredFP8]
+    of_weights: dict[ParamPath, StoredW8A8]
     method: str | None
     has_static_scales: bool = False
 
@@ -105,7 +105,7 @@ def _read_headers(
     with open_tensors(path, canonical=canonical) as opened:
         tensors = unscaled(opened)
         layout_of = partial(chosen_layout, tensors)
-        weights = _fp8_weights(table, layout_of, forms_in(tensors), shards=shards)
+        weights = _w8a8_weights(table, layout_of, forms_in(tensors), shards=shards)
         products = stored_formats(table, layout_of)
         method = quantization_method(path)
         if not weights and not products:
@@ -126,19 +126,19 @@ def _read_config(
         layouts = (x for x in spec.layouts if x[0].format and x[0].format.name == method)
         return next(layouts, spec.layouts[0])
 
-    weights = _fp8_weights(table, layout_of, declared_forms(path), shards=shards)
+    weights = _w8a8_weights(table, layout_of, declared_forms(path), shards=shards)
     return _Stored(stored_formats(table, layout_of), weights, method)
 
 
-def _fp8_weights(
+def _w8a8_weights(
     table: ParamTable,
     layout_of: Callable[[ParamSpec], tuple[Part, ...]],
     form_of: Callable[[str], FP8 | str | None],
     *,
     shards: int,
-) -> dict[ParamPath, StoredFP8]:
+) -> dict[ParamPath, StoredW8A8]:
     each = (
-        (spec.path, stored_fp8(spec, layout_of(spec), form_of, shards=shards)) for spec in table
+        (spec.path, stored_w8a8(spec, layout_of(spec), form_of, shards=shards)) for spec in table
     )
     return {path: stored for path, stored in each if stored is not None}
 
@@ -165,6 +165,6 @@ def _all_quantized(table: ParamTable, stored: _Stored) -> _Stored:
         spec.path: found
         for spec in table
         if spec.op in ops
-        and (found := stored_fp8(spec, spec.layouts[0], lambda _: FP8(), shards=1))
+        and (found := stored_w8a8(spec, spec.layouts[0], lambda _: FP8(), shards=1))
     }
     return _Stored(stored.of_products, weights, QUANTIZED)

@@ -17,7 +17,7 @@ from jspec.errors import CheckpointError, ConfigError, shown
 from jspec.files.json_files import Fields
 from jspec.models.families.gemma4_params import spare, table
 from jspec.models.family import FULL, SLIDING, Family, bos_id, eos_ids, read_windows, text_fields
-from jspec.models.files.fp8 import check_quantization
+from jspec.models.files.w8a8 import check_quantization
 from jspec.spec.model_spec import AttentionSpec, DenseSpec, Gate, ModelSpec, MoESpec, Routing
 from jspec.spec.rope import RopeConfig
 from jspec.spec.rope_io import read_rope, rope_json

@@ -16,7 +16,6 @@ from jspec.errors import CheckpointError, NoCheckpointError, RequestError, reaso
 from jspec.files.json_files import exists, in_file, read_fields
 from jspec.messages.request import SamplingParams
 from jspec.models.family import eos_ids
-from jspec.models.files.fp8 import coded_bytes, open_tensors
 from jspec.models.files.kv_scales import is_kv_scale
 from jspec.models.files.stored import (
     Place,
@@ -28,6 +27,7 @@ from jspec.models.files.stored import (
     stored_tensors,
 )
 from jspec.models.files.tensor_files import Tensors, write_checkpoint
+from jspec.models.files.w8a8 import coded_bytes, open_tensors
 from jspec.models.params import ParamTable, with_expert_map, with_formats
 from jspec.models.placement import nested
 from jspec.models.registry import family_named, family_of, table_of

@@ -14,7 +14,6 @@ import numpy as np
 from jspec.errors import ConfigError, NoCheckpointError
 from jspec.files.json_files import read_object
 from jspec.files.output_files import remove, write_text, writing
-from jspec.models.files.fp8_export import products_of, quantization_config, with_fp8
 from jspec.models.files.tensor_files import (
     FILES,
     NAMES,
@@ -24,6 +23,7 @@ from jspec.models.files.tensor_files import (
     open_tensors,
     write_tensors,
 )
+from jspec.models.files.w8a8_export import products_of, quantization_config, with_fp8
 
 MAX_FILE_BYTES = 4 * 2**30  # of one safetensors file, which is built in host memory
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
@@ -52,8 +52,8 @@ def convert(
 ) -> Converted:
     """Write the checkpoint of `source` to `out`, which must be empty or not exist.
 
-    to_fp8: quantize the products of a target's layers (fp8_export.py). For orbax the host holds all
-    tensors at once, for safetensors those of one file. Raises ConfigError, OutputError or
+    to_fp8: quantize the products of a target's layers (w8a8_export.py). For orbax the host holds
+    all tensors at once, for safetensors those of one file. Raises ConfigError, OutputError or
     CheckpointError, and then leaves `out` unchanged.
     """
     if not source.is_dir():

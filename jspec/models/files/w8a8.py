@@ -1,4 +1,4 @@
-"""Weights in fp8 (e4m3) with scales, read as float32; `fp8_weights` leaves them packed.
+"""Weights in fp8 (e4m3) with scales, read as float32; `w8a8_weights` leaves them packed.
 
 A weight X [.., O, I] is the stored value times the scale of its block. The scales are one of:
 

@@ -20,10 +20,10 @@ import numpy as np
 from jspec.errors import ConfigError
 from jspec.models.files.array_tensors import DTYPES, LazyFile, LazyHeader, LazyTensor
 from jspec.models.files.checkpoint import load_model_spec
-from jspec.models.files.fp8 import quantization_method
-from jspec.models.files.fp8_weights import stored_fp8
 from jspec.models.files.stored import chosen_layout
 from jspec.models.files.tensor_files import FP8, HostArray, Tensors
+from jspec.models.files.w8a8 import quantization_method
+from jspec.models.files.w8a8_weights import stored_w8a8
 from jspec.models.registry import table_of
 from jspec.spec import weight_format
 from jspec.spec.weight_format import Op
@@ -46,7 +46,7 @@ def products_of(source: Path, tensors: Tensors) -> set[str]:
     found: set[str] = set()
     for param in wanted:
         layout = chosen_layout(tensors, param)
-        stored = stored_fp8(param, layout, lambda _: weight_format.FP8(), shards=1)
+        stored = stored_w8a8(param, layout, lambda _: weight_format.FP8(), shards=1)
         if stored is not None and stored.problem is None:
             found |= {name for part in layout for name in part.names}
     return found
