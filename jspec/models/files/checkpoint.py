@@ -32,7 +32,7 @@ from jspec.models.params import ParamTable, with_expert_map, with_formats
 from jspec.models.placement import nested
 from jspec.models.registry import family_named, family_of, table_of
 from jspec.spec.model_spec import ModelSpec, MoESpec
-from jspec.spec.weight_format import FP8, Formats
+from jspec.spec.weight_format import W8A8, Formats
 
 GIB = 1 << 30
 LAYOUT = "a checkpoint in Hugging Face's layout (config.json, model.safetensors, tokenizer.json)"
@@ -140,10 +140,11 @@ def load_target(
                 np.dtype(dtype).name,
                 unpacked / GIB,
             )
-        if coded := coded_bytes(tensors, without=_kept_packed(tensors, table)):
+        for kind, coded in coded_bytes(tensors, without=_kept_packed(tensors, table)).items():
             log.info(
-                "%s: weights in fp8 of %.2f GiB are unpacked to %s and take %.2f GiB",
+                "%s: weights in %s of %.2f GiB are unpacked to %s and take %.2f GiB",
                 path,
+                kind,
                 coded / GIB,
                 np.dtype(dtype).name,
                 coded * np.dtype(dtype).itemsize / GIB,
@@ -153,7 +154,7 @@ def load_target(
 
 
 def _kept_packed(tensors: Tensors, table: ParamTable) -> set[str]:
-    kept = (spec for spec in table if isinstance(spec.format, FP8))
+    kept = (spec for spec in table if isinstance(spec.format, W8A8))
     return {name for spec in kept for part in chosen_layout(tensors, spec) for name in part.names}
 
 

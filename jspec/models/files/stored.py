@@ -12,15 +12,14 @@ import jax
 import numpy as np
 import numpy.typing as npt
 
-from jspec.device.fp8 import quantized_weight
 from jspec.device.mxfp4 import MXFP4Weight
-from jspec.device.weights import Weight, weight_of
+from jspec.device.weights import Weight, quantized_weight, weight_of
 from jspec.errors import CheckpointError
 from jspec.models.files import mxfp4
 from jspec.models.files.tensor_files import BLOCK_BYTES, HostArray, Tensors, transpose_into
 from jspec.models.files.w8a8_weights import StoredW8A8, forms_in, read_codes, stored_w8a8
 from jspec.models.params import Form, Init, ParamPath, ParamSpec, ParamTable, Part, shard_columns
-from jspec.spec.weight_format import FP8, Dense, Op, Shape, WeightFormat, num_bytes
+from jspec.spec.weight_format import W8A8, Dense, Op, Shape, WeightFormat, num_bytes
 
 
 def chosen_layout(tensors: Tensors, spec: ParamSpec) -> tuple[Part, ...]:
@@ -181,7 +180,7 @@ def _host_bytes(tensors: Tensors, spec: ParamSpec, *, dtype: npt.DTypeLike, shar
     format, layout = spec.format_in(dtype), chosen_layout(tensors, spec)
     own = num_bytes(format, spec.physical_shape(shards))
     beside = 2 * BLOCK_BYTES
-    if isinstance(format, FP8):  # the largest part's codes, or all of it in float32
+    if isinstance(format, W8A8):  # the largest part's codes, or all of it in float32
         is_kept = stored_w8a8(spec, layout, forms_in(tensors), shards=shards) == StoredW8A8(format)
         return own + beside + (own if is_kept else 8 * math.prod(spec.physical_shape(shards)))
     for part in layout:
@@ -223,11 +222,11 @@ def read_param(
 ) -> Weight:
     """Read a weight over all shards. Entries of shards outside `own` may be zeros."""
     layout = chosen_layout(tensors, spec)
-    if isinstance(spec.format, FP8):
+    if isinstance(spec.format, W8A8):
         if stored_w8a8(spec, layout, forms_in(tensors), shards=shards) == StoredW8A8(spec.format):
             return read_codes(tensors, spec, layout, spec.format, shards=shards)
         numbers = read_param(tensors, replace(spec, format=None), dtype=dtype, shards=shards)
-        return jax.tree.map(np.array, quantized_weight(numbers, has_blocks=spec.format.has_blocks))
+        return jax.tree.map(np.array, quantized_weight(numbers, spec.format))
     part = layout[0]
     own_rows = _own_rows(spec, own, shards)
     if len(layout) == 1 and _is_whole(part, spec) and spec.physical_shape(shards) == spec.shape:
