@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int8
 
 from jspec.device.pytree import pytree
+from jspec.spec.axes import MeshAxis
 
 LARGEST = 127.0
 # A constant factor instead of a division, as in fp8.py.
@@ -37,13 +38,18 @@ class INT8Weight:
         return (self.codes.astype(jnp.float32) * self.scales[..., None, :]).astype(dtype)
 
 
-def largest_of(x: Float[Array, "M N"], *, axis: int) -> Float[Array, "m n"]:
-    """Return the largest magnitude along an axis, which stays; NaN if one is NaN.
+def largest_of(
+    x: Float[Array, "M N"], *, axis: int, shards: MeshAxis | None = None
+) -> Float[Array, "m n"]:
+    """Return the largest magnitude along an axis, which stays, over all `shards`; NaN if one is.
 
-    XLA for CPUs may drop a NaN from a maximum, and a code cannot be NaN.
+    Bits are compared, of which a NaN has the largest: platforms may drop one from a maximum of
+    floats, and a code cannot be NaN.
     """
-    most = jnp.max(jnp.abs(x), axis=axis, keepdims=True)
-    return jnp.where(jnp.isnan(x).any(axis=axis, keepdims=True), jnp.nan, most)
+    bits = jax.lax.bitcast_convert_type(jnp.abs(x.astype(jnp.float32)), jnp.int32)
+    most = jnp.max(bits, axis=axis, keepdims=True)
+    most = most if shards is None else jax.lax.pmax(most, shards)
+    return jax.lax.bitcast_convert_type(most, jnp.float32)
 
 
 def scales_of(most: Float[Array, "*x"]) -> Float[Array, "*x"]:
