@@ -184,7 +184,6 @@ def test_weights_of_8_bits_are_multiplied_as_they_are(job: Job) -> None:
     native = {"w8a8_int8": "s8 s8 s32", "fp8": "f8e4m3fn f8e4m3fn f32"}[job.quantization or ""]
     assert products.pop(native) == 4 * 2
     assert set(products) <= {"bf16 bf16 f32", "bf16 bf16 bf16", "f32 f32 f32"}
-    assert found["temp_bytes"] < 20 << 20, "as much as the least weight, unpacked"
 
 
 @pytest.mark.slow
