@@ -38,7 +38,7 @@ def per_tensor(weight: np.ndarray) -> Packed:
 
 
 def per_row_int8(weight: np.ndarray) -> Packed:
-    """As compressed-tensors quantizes: its largest magnitude is 127.5."""
+    """Quantize as compressed-tensors does, with scales of the largest magnitude / 127.5."""
     scales = (np.abs(weight).max(axis=1, keepdims=True) / 127.5).astype(np.float32)
     return np.clip(np.rint(weight / scales), -128, 127).astype(np.int8), scales
 
