@@ -48,10 +48,12 @@ class Job:
     rounds: int = 1
     drafter: str = EAGLE3
     rows: int = 64
+    quantization: str | None = None  # of the target
 
     def __str__(self) -> str:
         drafter = "" if self.drafter == EAGLE3 else f"{self.drafter} "
-        return f"{self.model} {self.topology} {drafter}{self.shape} {self.program}"
+        model = self.model if self.quantization is None else f"{self.model} {self.quantization}"
+        return f"{model} {self.topology} {drafter}{self.shape} {self.program}"
 
     @property
     def words(self) -> list[str]:
@@ -65,6 +67,7 @@ class Job:
             *rounds,
             *([] if self.drafter == EAGLE3 else ["--drafter", self.drafter]),
             *([] if self.rows == 64 else ["--rows", str(self.rows)]),
+            *([] if self.quantization is None else ["--quantization", self.quantization]),
         ]
 
 
@@ -207,6 +210,23 @@ def blocks() -> list[Job]:
         for shape, rows in (("7/8/64", 48), ("7/1/8", 48), ("7/8/256", 12))
         for drafter in ("dflash", "dspark", "dflash2", "peagle")
         for topology in (V6E, V5P, V7X)
+    ]
+
+
+def quantized() -> list[Job]:
+    """Return decode steps with 8-bit weights on chips that multiply them, chains first."""
+    chips = (("v5e:2x2", "w8a8_int8"), (V7X, "fp8"), (V6E, "w8a8_int8"))
+    return [
+        Job(
+            model="llama-3.1-8b",
+            topology=topology,
+            shape=shape,
+            program="decode B=64",
+            layers=2,
+            quantization=quantization,
+        )
+        for shape in (SHAPES[1], SHAPES[0])
+        for topology, quantization in chips
     ]
 
 

@@ -107,7 +107,7 @@ FAULTS = {
         "models/test_gpt_oss.py device",
     ),
     "FP8 scale of the next block": Fault(
-        "models/files/fp8.py",
+        "models/files/w8a8.py",
         "rows // length * per_matrix + rows % length // self.block[0]",
         "rows // length * per_matrix + (rows + 1) % length // self.block[0]",
         "models/test_fp8.py",

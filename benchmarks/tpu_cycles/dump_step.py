@@ -29,6 +29,7 @@ from jspec.engine.programs.compilation import compiler_options, lower
 from jspec.engine.programs.program_keys import program_keys
 from jspec.engine.transfer import shape_of
 from jspec.pallas_kernels.bundles import OPS
+from jspec.spec.weight_format import QUANTIZATIONS
 from tests.engine import step_compile
 from tests.support.flat_limits import with_limits
 
@@ -47,6 +48,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--page-size", type=int, default=64)
     parser.add_argument("--tokens", type=int, help="the prefill bucket")
     parser.add_argument("--drafter", default="eagle3")
+    parser.add_argument("--quantization", choices=QUANTIZATIONS, help="of the target")
     parser.add_argument("--evaluate", action="store_true", help="cycles of the scheduled bundles")
     return parser.parse_args()
 
@@ -90,6 +92,7 @@ def dump(options: argparse.Namespace) -> dict[str, Any]:
         ops=OPS["tpu"],
         rows=options.rows,
         drafter=options.drafter,
+        quantization=options.quantization,
     )
     if options.tokens:
         limits = with_limits(case.limits, prefill_buckets=(options.tokens,))

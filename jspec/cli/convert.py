@@ -7,6 +7,7 @@ from pathlib import Path
 
 from jspec.cli.flags import FlagParser
 from jspec.engine.interrupts import interruptible
+from jspec.spec.weight_format import QUANTIZATIONS
 
 
 def run_convert(argv: Sequence[str]) -> int:
@@ -33,16 +34,16 @@ def run_convert(argv: Sequence[str]) -> int:
     )
     parser.add_argument(
         "--quantization",
-        choices=("fp8",),
-        help="quantize a target's layers to fp8, a scale per output channel, in the layout of "
-        "compressed-tensors, which SGLang, vLLM and transformers read, too",
+        choices=tuple(QUANTIZATIONS),
+        help="quantize a target's layers to fp8 or int8, a scale per output channel, in the layout "
+        "of compressed-tensors, which SGLang, vLLM and transformers read, too",
     )
     options = parser.parse_args(argv)
     done = convert(
         Path(options.source),
         Path(options.out),
         Format(options.to),
-        to_fp8=options.quantization == "fp8",
+        quantize=QUANTIZATIONS.get(options.quantization),
     )
     print(
         f"{options.out}: {done.num_tensors} tensors, {done.num_bytes / 2**20:.1f} MiB, as "

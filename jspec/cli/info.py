@@ -13,6 +13,7 @@ from jspec.cli.flags import FlagParser
 from jspec.engine.interrupts import interruptible
 from jspec.errors import ConfigError
 from jspec.spec.accelerators import DeviceGroup, read_devices
+from jspec.spec.weight_format import QUANTIZATIONS
 
 if TYPE_CHECKING:
     from jspec.engine.memory.parallel_choices import Advice, Choice, Load
@@ -77,7 +78,9 @@ def _parser() -> FlagParser:
     parser.add_argument("--target", metavar="DIR", help="the target, if DIR is a draft")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
     parser.add_argument(
-        "--quantization", choices=("fp8", "none"), help="of the target, as in jspec serve"
+        "--quantization",
+        choices=(*QUANTIZATIONS, "none"),
+        help="of the target, as in jspec serve",
     )
     parser.add_argument("--kv-cache-dtype", default=AUTO, choices=(AUTO, *DTYPES))
     parser.add_argument(

@@ -25,6 +25,7 @@ from jspec.config.lora_paths import as_texts, check_loras, named_paths
 from jspec.config.parallel import check_parallel
 from jspec.errors import ConfigError
 from jspec.spec.lora_spec import MAX_LORAS
+from jspec.spec.weight_format import QUANTIZATIONS
 
 _NGRAM = "speculative_ngram"
 MAX_MATCH_WINDOW = 64  # comparisons of the whole context per step, unrolled
@@ -32,7 +33,7 @@ _MODEL, _SPECULATION, _MEMORY = "Model", "Speculation", "Memory and scheduling"
 _FETCHED = {"is_local": True, "is_fetched": True}
 _CHECKPOINT = {**_FETCHED, "is_model": True}
 _QUANTIZATION = {
-    "choices": ("fp8", "none", "compressed-tensors", "fbgemm_fp8", "modelopt", "mxfp4"),
+    "choices": (*QUANTIZATIONS, "none", "compressed-tensors", "fbgemm_fp8", "modelopt", "mxfp4"),
     "translated": {"w8a8_fp8": "fp8", "modelopt_fp8": "modelopt", "unquant": "none"},
 }
 _GRAMMARS = {"choices": ("llguidance", "none"), "replaced": SGLANG_GRAMMARS}
@@ -88,8 +89,9 @@ class EngineArgs:
     )
     quantization: str | None = argument(
         None,
-        "Weights: fp8 (quantizes a checkpoint of 16 or 32 bits while loading), none (unpacks a "
-        "quantized one), or the checkpoint's own method; unset: as the checkpoint has them",
+        "Weights: fp8 or w8a8_int8 (quantizes a checkpoint of 16 or 32 bits while loading), none "
+        "(unpacks a quantized one), or the checkpoint's own method; unset: as the checkpoint has "
+        "them",
         _MODEL,
         **_QUANTIZATION,
     )

@@ -16,7 +16,6 @@ import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Float
 
-from jspec.device.fp8 import FP8Weight
 from jspec.device.peers import Area, Peers
 from jspec.device.pytree import pytree
 from jspec.device.weights import Weight
@@ -149,7 +148,7 @@ def linear(
         halves = jnp.split(kernel, 2, axis=1)
         y = jnp.concatenate([reduce.sum(values_of(x) @ half) for half in halves], axis=-1)
         return y + params["bias"] if "bias" in params else y
-    y = ops.fp8_product(x, kernel) if isinstance(kernel, FP8Weight) else values_of(x) @ kernel
+    y = ops.product(x, kernel, axis=None if reduce is None else reduce.axis)
     if "adapters" in params:
         y = y + params["adapters"].product(values_of(x))
     if "bias" in params:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -12,11 +13,10 @@ from jax.experimental.layout import Format, Layout
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
-from jspec.device.fp8 import FP8Weight
 from jspec.device.parallel import partition_spec
-from jspec.device.weights import abstract_weight
+from jspec.device.weights import W8A8Weight, abstract_weight, w8a8_weight
 from jspec.models.params import Init, ParamPath, ParamSpec, ParamTable
-from jspec.spec.weight_format import FP8
+from jspec.spec.weight_format import W8A8
 
 Tables = Mapping[str, ParamTable]
 
@@ -34,21 +34,22 @@ def param_specs(tables: Tables, params: Any) -> Any:
 
 def _partition_of(spec: ParamSpec) -> Any:
     split = partition_spec(spec.axes)
-    if isinstance(spec.format, FP8):
-        return FP8Weight(codes=split, scales=partition_spec(spec.format.scale_axes(spec.axes)))
+    if isinstance(spec.format, W8A8):
+        scales = partition_spec(spec.format.scale_axes(spec.axes))
+        return w8a8_weight(spec.format, codes=split, scales=scales)
     return split
 
 
 def place_of(mesh: Mesh, spec: ParamSpec, *, column_major: bool) -> Any:
-    """Return a weight's placement (NamedSharding, Format, or an FP8Weight of them).
+    """Return a weight's placement (NamedSharding, Format, or a W8A8Weight of them).
 
     column_major: a marked weight is stored as [out, in]. Embedding tables are row-major, as a TPU
     step needs them.
     """
     partition = _partition_of(spec)
-    if isinstance(partition, FP8Weight):
+    if isinstance(partition, W8A8Weight):
         codes, scales = (NamedSharding(mesh, x) for x in (partition.codes, partition.scales))
-        return FP8Weight(codes=Format(Layout(major_to_minor=(1, 0)), codes), scales=scales)
+        return replace(partition, codes=Format(Layout(major_to_minor=(1, 0)), codes), scales=scales)
     split = NamedSharding(mesh, partition)
     if spec.init is Init.TABLE:
         return Format(Layout(major_to_minor=(0, 1)), split)
@@ -70,7 +71,7 @@ def _by_path(known: Mapping[ParamPath, Any], params: Any, *, other: Any) -> Any:
     def value(keys: tuple[Any, ...], _: Any) -> Any:
         path = path_of(keys)
         found = known.get(path, known.get(path[:-1], other))
-        return getattr(found, str(path[-1])) if isinstance(found, FP8Weight) else found
+        return getattr(found, str(path[-1])) if isinstance(found, W8A8Weight) else found
 
     return jax.tree_util.tree_map_with_path(value, params)
 

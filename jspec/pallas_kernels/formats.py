@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from jspec.errors import ConfigError
-from jspec.spec.weight_format import FORMATS, FP8, MXFP4, Dense, Op, WeightFormat
+from jspec.spec.weight_format import FORMATS, FP8, INT8, MXFP4, Dense, Op, WeightFormat
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,8 +33,8 @@ TABLE: Mapping[tuple[type[WeightFormat], Op, str], Reads | None] = {
     # Faster than dense weights for any number of tokens (benchmarks/results).
     (MXFP4, Op.EXPERTS, "gpu"): Reads(dtype="bfloat16", most_shards=1),
     **{
-        (FP8, op, bundle): Reads()
-        for op, bundle in itertools.product((Op.LINEAR, Op.GATED), BUNDLES)
+        (kind, op, bundle): Reads()
+        for kind, op, bundle in itertools.product((FP8, INT8), (Op.LINEAR, Op.GATED), BUNDLES)
     },
 }
 

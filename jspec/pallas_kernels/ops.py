@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt32
 
 from jspec.device.fp8 import FP8Weight
+from jspec.device.int8 import INT8Weight
 from jspec.device.weights import Weight
 from jspec.pallas_kernels.add_norm import reference as add_norm
 from jspec.pallas_kernels.attention import reference, xla
@@ -26,12 +27,14 @@ from jspec.pallas_kernels.experts.api import Mixed
 from jspec.pallas_kernels.fp8_product import reference as fp8_product
 from jspec.pallas_kernels.fp8_product.api import Activations, Scaled, values_of
 from jspec.pallas_kernels.gated_mlp.reference import gated
+from jspec.pallas_kernels.int8_product.reference import int8_product
 from jspec.pallas_kernels.kv_write.api import KVScales, Rotation
 from jspec.pallas_kernels.kv_write.reference import rotate_and_split, scaled_outputs, scaled_queries
 from jspec.pallas_kernels.latent_attention import reference as latent_attention
 from jspec.pallas_kernels.latent_attention import xla as sparse
 from jspec.pallas_kernels.latent_attention.xla import Index
 from jspec.pallas_kernels.sample import reference as sample
+from jspec.spec.axes import MeshAxis
 from jspec.spec.layers.attention import LatentAttentionSpec
 from jspec.spec.layers.feed_forward import Gate, MoESpec
 
@@ -281,9 +284,21 @@ class Ops:
     ) -> Float[Array, "*b I"]:
         """Return silu(x @ gate) * (x @ up); `kernel` has gate and up columns in its two halves."""
         del of_prompts
-        is_fp8 = isinstance(kernel, FP8Weight)
-        y = self.fp8_product(x, kernel) if is_fp8 else values_of(x) @ kernel
-        return gated(*jnp.split(y, 2, axis=-1))
+        return gated(*jnp.split(self.product(x, kernel), 2, axis=-1))
+
+    def product(
+        self, x: Activations, kernel: Weight, *, axis: MeshAxis | None = None
+    ) -> Float[Array, "*b N"]:
+        """Return x @ kernel in x's dtype; W8A8 weights quantize activations per token.
+
+        axis: the mesh axes over which the inputs are sharded; the result is a shard's summand.
+        """
+        if isinstance(kernel, FP8Weight):
+            return self.fp8_product(x, kernel)
+        x = values_of(x)
+        if isinstance(kernel, INT8Weight):
+            return int8_product(x, kernel, out_dtype=x.dtype, axis=axis)
+        return x @ kernel
 
     def fp8_product(self, x: Activations, weight: FP8Weight) -> Float[Array, "*b N"]:
         """Return x @ weight in x's dtype, with activations quantized per token."""

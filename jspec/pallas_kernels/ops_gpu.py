@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jspec.device.fp8 import FP8Weight
+from jspec.device.int8 import INT8Weight
 from jspec.device.weights import Weight, dense
 from jspec.pallas_kernels import hopper
 from jspec.pallas_kernels.add_norm import gpu as add_norm_gpu
@@ -263,7 +264,7 @@ class GpuOps(Ops):
 
     def gated_product(self, x: Activations, kernel: Weight, *, of_prompts: bool) -> jax.Array:
         """Use a fused kernel if one is faster; interpreted, they would take minutes, so use XLA."""
-        if self.interpret:
+        if self.interpret or isinstance(kernel, INT8Weight):
             return Ops.gated_product(self, x, kernel, of_prompts=of_prompts)
         if isinstance(kernel, FP8Weight):
             found = fp8_product_gpu.chosen_product(x, kernel, is_gated=True)

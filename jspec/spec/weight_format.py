@@ -75,8 +75,29 @@ class FP8:
         }
 
 
-WeightFormat = Dense | MXFP4 | FP8
-FORMATS: tuple[type[WeightFormat], ...] = (Dense, MXFP4, FP8)
+@dataclass(frozen=True, slots=True)
+class INT8:
+    """8-bit integers from -127 to 127 with a float32 scale per output channel."""
+
+    name: ClassVar[str] = "int8"
+    has_blocks: ClassVar[bool] = False
+
+    def scale_axes(self, axes: Axes) -> Axes:
+        return (*axes[:-2], *axes[-1:])
+
+    def arrays(self, shape: Shape) -> Mapping[str, ArraySpec]:
+        *stack, _, width = shape
+        return {
+            "codes": ArraySpec(shape, "int8"),
+            "scales": ArraySpec((*stack, width), "float32"),
+        }
+
+
+W8A8 = FP8 | INT8  # products quantize activations to the weight's kind of codes
+# The values of --quantization that quantize a checkpoint, with the format that each makes.
+QUANTIZATIONS: Mapping[str, W8A8] = {"fp8": FP8(), "w8a8_int8": INT8()}
+WeightFormat = Dense | MXFP4 | FP8 | INT8
+FORMATS: tuple[type[WeightFormat], ...] = (Dense, MXFP4, FP8, INT8)
 # The formats of some weights: all of a product, or one by its path. All others are dense.
 Formats = tuple[tuple[Op | tuple[str | int, ...], WeightFormat], ...]
 

@@ -10,13 +10,22 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec.device.fp8 import FP8Weight
 from jspec.device.mxfp4 import MXFP4Weight, pack, padded_scales
-from jspec.device.weights import abstract_weight, dense
+from jspec.device.weights import abstract_weight, dense, w8a8_weight
 from jspec.models.files.mxfp4 import E2M1
-from jspec.spec.weight_format import FORMATS, FP8, MXFP4, Dense, WeightFormat, itemsize, num_bytes
+from jspec.spec.weight_format import (
+    FORMATS,
+    FP8,
+    INT8,
+    MXFP4,
+    W8A8,
+    Dense,
+    WeightFormat,
+    itemsize,
+    num_bytes,
+)
 
-EACH = (Dense("bfloat16"), MXFP4(), FP8(), FP8(has_blocks=True))
+EACH = (Dense("bfloat16"), MXFP4(), FP8(), FP8(has_blocks=True), INT8())
 SHAPES = [(1, 32, 1), (3, 128, 5), (2, 160, 4), (1, 288, 2)]
 
 
@@ -26,16 +35,16 @@ def stored(format: WeightFormat, shape: tuple[int, ...]) -> tuple[Any, Any]:
     if isinstance(format, Dense):
         numbers = jnp.asarray(rng.standard_normal(shape), format.dtype)
         return numbers, numbers
-    if isinstance(format, FP8):
+    if isinstance(format, W8A8):
         arrays = format.arrays(shape)
-        codes = jnp.asarray(rng.standard_normal(shape), arrays["codes"].dtype)
+        codes = jnp.asarray(rng.standard_normal(shape) * 40, arrays["codes"].dtype)
         scales = np.float32(2.0) ** rng.integers(-3, 4, arrays["scales"].shape).astype(np.float32)
         counts = (1, *scales.shape[-1:]) if not format.has_blocks else scales.shape[-2:]
         rows = np.arange(shape[-2]) // 128 if format.has_blocks else np.zeros(shape[-2], int)
         columns = np.arange(shape[-1]) // (128 if format.has_blocks else 1)
         each = scales.reshape(shape[0], *counts)[:, rows][:, :, columns]
-        return np.asarray(codes, np.float32) * each, FP8Weight(
-            codes=codes, scales=jnp.asarray(scales)
+        return np.asarray(codes, np.float32) * each, w8a8_weight(
+            format, codes=codes, scales=jnp.asarray(scales)
         )
     stack, length, width = shape
     nibbles = rng.integers(0, 16, (stack, width, length)).astype(np.uint8)

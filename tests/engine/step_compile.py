@@ -78,6 +78,7 @@ from jspec.spec.block_spec import BlockSpec
 from jspec.spec.expert_shards import on_expert_shards
 from jspec.spec.head_spec import default_aux_layer_ids
 from jspec.spec.model_spec import ModelSpec, uniform_decoder
+from jspec.spec.weight_format import QUANTIZATIONS, Formats, Op
 from jspec.speculative.drafter import Drafter, NoDrafter
 from jspec.speculative.drafters.block import BlockDrafter, ParallelDrafter
 from jspec.speculative.drafters.multi_layer import MultiLayerDrafter
@@ -85,6 +86,7 @@ from jspec.speculative.drafters.ngram import NgramDrafter
 from jspec.speculative.drafters.ranked import EagleDrafter, StandaloneDrafter
 from jspec.speculative.step import StepProgram
 from tests.engine.pool_copies import pool_copies
+from tests.engine.product_types import product_types
 from tests.engine.step_watch import watched
 from tests.engine.weight_copies import weight_copies
 from tests.pallas_kernels.gpu_kernel_compile import H200
@@ -204,16 +206,18 @@ def make_case(
     drafter: str = "eagle3",
     rows: int = 64,
     experts: int = 1,
+    quantization: str | None = None,
 ) -> Case:
     """Build one model with S/K/N and as many pages as a chip's memory allows.
 
-    experts: groups of devices with their own experts.
+    experts: groups of devices with their own experts. quantization: of the target, as the flag.
     """
     devices = list(devices_of(topology))
     mesh = Parallel(expert=experts, tensor=len(devices) // experts).mesh(devices)
     model = on_expert_shards(model, experts)
     ops = ops.on(devices[0].device_kind)
-    program, params = make_program(model, shape, shards=mesh.size, ops=ops, drafter=drafter)
+    how: Any = {"ops": ops, "drafter": drafter, "quantization": quantization}
+    program, params = make_program(model, shape, shards=mesh.size, **how)
     limits = flat_limits(
         draft_shape=program.draft_shape,
         num_slots=rows,
@@ -256,7 +260,13 @@ def num_bytes(arrays: list[jax.ShapeDtypeStruct]) -> int:
 
 
 def make_program(
-    config: ModelSpec, shape: str, *, shards: int, ops: Ops, drafter: str
+    config: ModelSpec,
+    shape: str,
+    *,
+    shards: int,
+    ops: Ops,
+    drafter: str,
+    quantization: str | None = None,
 ) -> tuple[StepProgram, Any]:
     """Return the static program and its abstract bf16 parameters. drafter: one of ALGORITHMS."""
     num_steps, topk, num_draft_tokens = (int(n) for n in shape.split("/"))
@@ -272,7 +282,10 @@ def make_program(
             num_draft_tokens=num_draft_tokens,
         )
         made = _drafter(drafter, config, draft_shape, ops=ops, shard=shard)
-    target = Decoder(config, ops, shard, made.needs.aux_layer_ids)
+    formats: Formats = ()
+    if quantization is not None:
+        formats = tuple((op, QUANTIZATIONS[quantization]) for op in (Op.LINEAR, Op.GATED))
+    target = Decoder(config, ops, shard, made.needs.aux_layer_ids, formats=formats)
     program = StepProgram(target=target, drafter=made, draft_shape=draft_shape)
     params = {
         name: abstract_params(table, dtype=jnp.bfloat16, shards=shards)
@@ -341,6 +354,7 @@ def compile_one(case: Case, key: ProgramKey) -> dict[str, Any]:
         "pool_copies": [x for pool in sorted(shapes) for x in pool_copies(text, pool)],
         "weight_copies": weight_copies(text, weights),
         "watched": watched(text),
+        "products": product_types(text),
         "kernels": len(re.findall(r'custom_call_target="(tpu_custom_call|mosaic_gpu\w*)"', text)),
     }
 
@@ -359,6 +373,7 @@ def main(options: argparse.Namespace) -> None:
             drafter=options.drafter,
             rows=options.rows,
             experts=options.experts,
+            quantization=options.quantization,
         )
         what = {"topology": options.topology, "model": options.model, "shape": shape}
         what |= {"layers": model.num_layers, "devices": case.mesh.size, "experts": options.experts}
@@ -380,5 +395,6 @@ if __name__ == "__main__":
     parser.add_argument("--backend", default="xla", choices=OPS)
     parser.add_argument("--rows", type=int, default=64, help="B of the decode programs")
     parser.add_argument("--drafter", default="eagle3", choices=ALGORITHMS)
+    parser.add_argument("--quantization", choices=QUANTIZATIONS, help="of the target")
     parser.add_argument("--num-continuous-decode-steps", type=int, default=1)
     main(parser.parse_args())

@@ -85,6 +85,11 @@ def test_a_weight_rewritten_inside_a_fusion_is_found(inside: str) -> None:
     assert len(weight_copies(program(inside=inside), [(64, 32)])) == 1
 
 
+def test_other_tiles_in_a_fusion_rewrite_no_weight() -> None:
+    inside = "copy.1 = bf16[64,32]{1,0:T(16,128)(2,1)} copy(%param_0.1)"
+    assert weight_copies(program(inside=inside), [(64, 32)]) == []
+
+
 @pytest.mark.parametrize(
     "line",
     [

@@ -1,4 +1,4 @@
-"""fp8 weights in a model: which stay packed, their results, and their updates."""
+"""Weights in fp8 and int8 in a model: which stay packed, their results, and their updates."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ import pytest
 from safetensors.numpy import load_file
 
 from jspec.device.fp8 import FP8Weight
-from jspec.device.weights import dense
+from jspec.device.int8 import INT8Weight
+from jspec.device.weights import W8A8Weight, dense
 from jspec.engine.memory.memory_report import held_bytes
 from jspec.engine.weights.checkpoint_info import describe
 from jspec.engine.weights.loading import LoadedModels
@@ -54,14 +55,20 @@ def blocks(plain: Path) -> Path:
     return plain.with_name("blocks")
 
 
+@pytest.fixture(scope="module")
+def int8(plain: Path) -> Path:
+    write_fp8(plain, plain.with_name("int8"), "int8")
+    return plain.with_name("int8")
+
+
 def loaded(path: Path, *, shards: int = 1, **arguments: Any) -> LoadedModels:
     return load(shards, model_path=str(path), skip_tokenizer_init=True, **arguments)
 
 
-def packed_in(models: LoadedModels) -> dict[tuple[str | int, ...], FP8Weight]:
+def packed_in(models: LoadedModels) -> dict[tuple[str | int, ...], W8A8Weight]:
     target = models.params["target"]
     each = {spec.path: value_at(target, spec.path) for spec in models.target.table}
-    return {path: weight for path, weight in each.items() if isinstance(weight, FP8Weight)}
+    return {path: weight for path, weight in each.items() if isinstance(weight, W8A8Weight)}
 
 
 def logits(models: LoadedModels) -> np.ndarray:
@@ -76,8 +83,9 @@ def test_every_published_layout_stays_packed(
     numbers = write_fp8(plain, tmp_path / "packed", layout)
     with caplog.at_level(logging.INFO, "jspec"):
         models = loaded(tmp_path / "packed")
-    assert f"linear: fp8, kept packed ({3 * 2} weights)" in caplog.text
-    assert f"gated: fp8, kept packed ({2} weights)" in caplog.text
+    kind = "int8" if layout == "int8" else "fp8"
+    assert f"linear: {kind}, kept packed ({3 * 2} weights)" in caplog.text
+    assert f"gated: {kind}, kept packed ({2} weights)" in caplog.text
     assert ("input_scale) are ignored" in caplog.text) is ("modelopt" in layout)
     assert "unpacked" not in caplog.text
     exact = loaded(numbers)
@@ -85,24 +93,30 @@ def test_every_published_layout_stays_packed(
     assert len(found) == 4 * 2
     for path, weight in found.items():
         assert (weight.block is not None) is ("block" in layout)
+        assert isinstance(weight, FP8Weight) is (kind == "fp8")
         assert weight.codes.format.layout.major_to_minor == (1, 0)
         expected = value_at(exact.params["target"], path)
         np.testing.assert_array_equal(dense(weight, jnp.float32), expected)
-    if layout in ("blocks", "fbgemm"):
+    if layout in ("blocks", "fbgemm", "int8"):
         said, wanted = logits(models), logits(exact)
         assert 1e-4 < np.abs(said - wanted).max() < 0.15 * np.abs(wanted).max()
         same(loaded(tmp_path / "packed", quantization="none").params, exact.params)
 
 
-def test_random_weights_and_info_have_the_bytes_of_the_packed_ones(blocks: Path) -> None:
-    models, dummy = loaded(blocks), loaded(blocks, load_format="dummy")
+@pytest.mark.parametrize("layout", ["blocks", "int8"])
+def test_random_weights_and_info_have_the_bytes_of_the_packed_ones(
+    layout: str, plain: Path, tmp_path: Path
+) -> None:
+    packed = tmp_path / "packed"
+    write_fp8(plain, packed, layout)
+    models, dummy = loaded(packed), loaded(packed, load_format="dummy")
     assert dummy.target == models.target
     shapes = [(x.shape, x.dtype) for x in jax.tree.leaves(models.params)]
     assert [(x.shape, x.dtype) for x in jax.tree.leaves(dummy.params)] == shapes
     assert all(np.isfinite(np.asarray(x, np.float32)).all() for x in jax.tree.leaves(dummy.params))
     whole = sum(num_bytes(s.format_in("float32"), s.shape) for s in models.target.table)
     assert held_bytes(models.params, shares=())["the target's weights"] == whole
-    assert describe(blocks, dtype="float32").weight_bytes == whole
+    assert describe(packed, dtype="float32").weight_bytes == whole
 
 
 @pytest.mark.parametrize("shards", [1, 2])
@@ -140,17 +154,21 @@ def numbers_beside(path: Path) -> Path:
     return path.with_name(f"{path.name}_numbers") / "model.safetensors"
 
 
-def test_the_flag_quantizes_each_channel_of_a_plain_checkpoint(plain: Path) -> None:
-    models, exact = loaded(plain, quantization="fp8"), loaded(plain)
+@pytest.mark.parametrize(("flag", "largest"), [("fp8", 448), ("w8a8_int8", 127)])
+def test_the_flag_quantizes_each_channel_of_a_plain_checkpoint(
+    flag: str, largest: int, plain: Path
+) -> None:
+    models, exact = loaded(plain, quantization=flag), loaded(plain)
     found = packed_in(models)
     assert len(found) == 4 * 2
     for path, weight in found.items():
         numbers = np.asarray(value_at(exact.params["target"], path))
         np.testing.assert_allclose(
-            weight.scales, np.abs(numbers).max(axis=0) / np.float32(448), rtol=1e-6
+            weight.scales, np.abs(numbers).max(axis=0) / np.float32(largest), rtol=1e-6
         )
         error = np.abs(np.asarray(dense(weight, jnp.float32)) - numbers)
-        assert (error <= np.abs(numbers) / 16 + np.asarray(weight.scales) * 2.0**-10).all()
+        of_code = np.abs(numbers) / 16 + np.asarray(weight.scales) * 2.0**-10
+        assert (error <= (of_code if flag == "fp8" else np.asarray(weight.scales) * 0.5001)).all()
     assert isinstance(models.params["target"]["lm_head"]["kernel"], jax.Array)
 
 
@@ -160,10 +178,12 @@ def test_the_flag_quantizes_each_channel_of_a_plain_checkpoint(plain: Path) -> N
         (
             "plain",
             "modelopt",
-            "quantization is 'modelopt', but .* is not quantized; expected 'fp8'",
+            "quantization is 'modelopt', but .* is not quantized; expected 'fp8' or 'w8a8",
         ),
+        ("blocks", "w8a8_int8", "is 'w8a8_int8', but .* by 'fp8'; expected that"),
+        ("int8", "fp8", "is 'fp8', but .* by 'compressed-tensors'; expected that"),
         ("blocks", "fbgemm_fp8", "quantization is 'fbgemm_fp8', but .* by 'fp8'; expected that"),
-        ("blocks", "awq", "quantization is 'awq'; expected one of fp8, none"),
+        ("blocks", "awq", "quantization is 'awq'; expected one of fp8, w8a8_int8, none"),
     ],
 )
 def test_a_method_that_is_not_the_checkpoint_s_is_refused(
@@ -174,21 +194,28 @@ def test_a_method_that_is_not_the_checkpoint_s_is_refused(
 
 
 @pytest.mark.parametrize("has_room", [True, False], ids=["beside", "in_place"])
+@pytest.mark.parametrize(("served", "flag"), [("blocks", "fp8"), ("int8", "w8a8_int8")])
 def test_an_update_from_disk_keeps_the_format(
-    has_room: bool, plain: Path, blocks: Path, tmp_path: Path
+    has_room: bool,
+    served: str,
+    flag: str,
+    plain: Path,
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
 ) -> None:
     other = write_plain(tmp_path / "plain", SPEC, seed=1)
-    write_fp8(other, tmp_path / "blocks", "blocks")
-    weights, runner = serving(loaded(blocks), has_room=lambda _: has_room)
-    weights.switch(weights.prepare(DiskUpdate(target=str(tmp_path / "blocks"))))
-    same(runner.params, loaded(tmp_path / "blocks").params)
-    weights, runner = serving(loaded(plain, quantization="fp8"), has_room=lambda _: has_room)
+    write_fp8(other, tmp_path / "packed", served)
+    before = loaded(request.getfixturevalue(served))
+    weights, runner = serving(before, has_room=lambda _: has_room)
+    weights.switch(weights.prepare(DiskUpdate(target=str(tmp_path / "packed"))))
+    same(runner.params, loaded(tmp_path / "packed").params)
+    weights, runner = serving(loaded(plain, quantization=flag), has_room=lambda _: has_room)
     weights.switch(weights.prepare(DiskUpdate(target=str(other))))
-    same(runner.params, loaded(other, quantization="fp8").params)
+    same(runner.params, loaded(other, quantization=flag).params)
 
 
 @pytest.mark.parametrize("shards", [1, 2])
-@pytest.mark.parametrize("layout", ["blocks", "compressed tensor"])
+@pytest.mark.parametrize("layout", ["blocks", "compressed tensor", "int8"])
 def test_an_update_of_a_part_quantizes_it_and_no_other(
     layout: str, shards: int, plain: Path, tmp_path: Path
 ) -> None:
@@ -198,27 +225,32 @@ def test_an_update_of_a_part_quantizes_it_and_no_other(
     before = load_file(numbers_beside(tmp_path / "packed"))
     change = np.random.default_rng(0).standard_normal(before[name].shape).astype(np.float32)
     weights.switch(weights.prepare(ArrayUpdate(arrays={name: change})))
-    assert isinstance(runner.params["target"]["layers"][0]["attention"]["qkv"]["kernel"], FP8Weight)
-    changed = values_of(*(per_block if layout == "blocks" else per_row)(change))
-    np.testing.assert_allclose(weights.tensor(name, None), changed, rtol=1e-6, atol=1e-9)
+    assert isinstance(
+        runner.params["target"]["layers"][0]["attention"]["qkv"]["kernel"], W8A8Weight
+    )
+    if layout == "int8":
+        changed, step = change, np.abs(change).max(axis=1, keepdims=True) / 127
+        assert (np.abs(np.asarray(weights.tensor(name, None)) - changed) <= 0.5001 * step).all()
+    else:
+        changed = values_of(*(per_block if layout == "blocks" else per_row)(change))
+        np.testing.assert_allclose(weights.tensor(name, None), changed, rtol=1e-6, atol=1e-9)
     for each in before.keys() - {name}:
         np.testing.assert_array_equal(weights.tensor(each, None), before[each])
     with pytest.raises(CheckpointError, match="values that are not finite"):
         weights.prepare(ArrayUpdate(arrays={name: np.full_like(change, np.nan)}))
 
 
-def test_a_draft_is_quantized_by_a_flag_of_its_own(plain: Path) -> None:
-    pair = write_tiny_pair(plain.with_name("pair"))
+@pytest.mark.parametrize(("flag", "kind"), [("fp8", FP8Weight), ("w8a8_int8", INT8Weight)])
+def test_a_draft_is_quantized_by_a_flag_of_its_own(flag: str, kind: type, tmp_path: Path) -> None:
+    pair = write_tiny_pair(tmp_path)
     models = load(
         model_path=str(pair.target_path),
         speculative_algorithm="EAGLE3",
         speculative_draft_model_path=str(pair.draft_path),
-        speculative_draft_model_quantization="fp8",
+        speculative_draft_model_quantization=flag,
     )
     kernels = {spec.path for spec in models.drafter.table if spec.op in (Op.LINEAR, Op.GATED)}
-    found = {
-        path for path in kernels if isinstance(value_at(models.params["draft"], path), FP8Weight)
-    }
+    found = {path for path in kernels if isinstance(value_at(models.params["draft"], path), kind)}
     assert found == kernels
     assert not packed_in(models)
     weights, runner = serving(models)

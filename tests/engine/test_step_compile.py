@@ -35,6 +35,7 @@ from benchmarks.tpu_programs import (
     full_depth,
     hybrid,
     multi_layer,
+    quantized,
     run_job,
     sparse,
 )
@@ -160,6 +161,28 @@ def test_a_block_drafter_compiles_for_a_tpu(job: Job) -> None:
     assert (found["pool_copies"], found["weight_copies"]) == ([], [])
     assert found["device_bytes"] < found["hbm_bytes"]
     assert found["pool_bytes"] > found["hbm_bytes"] / 3
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2 * TIMEOUT + 60)
+@needs_compiler
+@pytest.mark.parametrize(
+    "job",
+    [
+        pytest.param(job, id=str(job), marks=pytest.mark.exhaustive if number else ())
+        for number, job in enumerate(quantized())
+    ],
+)
+def test_weights_of_8_bits_are_multiplied_as_they_are(job: Job) -> None:
+    """Each of a layer's four products is native, of codes by codes; lm_head and the draft are
+    bfloat16, and no weight is unpacked."""
+    found = run_job(job, timeout=TIMEOUT, environment=LEAST_EFFORT)
+    assert (found["program"], found["layers"]) == (job.program, 2)
+    assert (found["pool_copies"], found["weight_copies"]) == ([], [])
+    products = found["products"]
+    native = {"w8a8_int8": "s8 s8 s32", "fp8": "f8e4m3fn f8e4m3fn f32"}[job.quantization or ""]
+    assert products.pop(native) == 4 * 2
+    assert set(products) <= {"bf16 bf16 f32", "bf16 bf16 bf16", "f32 f32 f32"}
 
 
 @pytest.mark.slow

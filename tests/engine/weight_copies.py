@@ -16,12 +16,24 @@ def weight_copies(text: str, shapes: Iterable[tuple[int, ...]]) -> list[str]:
 
     shapes: the local shapes of the weights, matrices only. A copy into fast memory that keeps the
     layout is how a weight is streamed and does not count. Outside fusions, the rewritten array must
-    come from an argument of the program; inside, a copy or transpose of such a shape is enough.
+    come from an argument of the program; inside, a copy or transpose of such a shape is enough,
+    unless it only divides the same order into other tiles, as products of 8 bits have them.
     """
     wanted = {tuple(sorted(shape)) for shape in shapes}
     known = list(instructions(text))
     entry = {x.name: x for x in known if x.in_entry}
-    return [x.line for x in known if _rewrites(x, entry, wanted)]
+    types = {(x.computation, x.name): x.types for x in known}
+    return [x.line for x in known if _rewrites(x, entry, wanted) and not _is_retiled(x, types)]
+
+
+def _is_retiled(
+    instruction: Instruction, types: dict[tuple[str, str], tuple[ArrayType, ...]]
+) -> bool:
+    if instruction.opcode != "copy" or not instruction.in_fusion:
+        return False
+    sources = types.get((instruction.computation, instruction.operands[0]), ())
+    result = instruction.types[0]
+    return any(x.layout == result.layout and x.tile != result.tile for x in sources)
 
 
 def _rewrites(

@@ -1,4 +1,4 @@
-"""Small checkpoints with products in fp8, in each published layout, and their unpacked numbers."""
+"""Small checkpoints with products in fp8 or int8, in each published layout, and their numbers."""
 
 from __future__ import annotations
 
@@ -37,6 +37,12 @@ def per_tensor(weight: np.ndarray) -> Packed:
     return (weight / scale).astype(E4M3), np.array(scale)
 
 
+def per_row_int8(weight: np.ndarray) -> Packed:
+    """Quantize as compressed-tensors does, with scales of the largest magnitude / 127.5."""
+    scales = (np.abs(weight).max(axis=1, keepdims=True) / 127.5).astype(np.float32)
+    return np.clip(np.rint(weight / scales), -128, 127).astype(np.int8), scales
+
+
 def per_block(weight: np.ndarray, *, size: int = 128) -> Packed:
     counts = [-(-length // size) for length in weight.shape]
     padded = np.zeros([count * size for count in counts], np.float32)
@@ -68,6 +74,19 @@ def _compressed(strategy: str, **more: Any) -> dict[str, Any]:
     }
 
 
+_INT8 = {"num_bits": 8, "type": "int", "symmetric": True}
+INT8_GROUP: dict[str, Any] = {
+    "targets": ["Linear"],
+    "weights": _INT8 | {"strategy": "channel", "dynamic": False, "group_size": None},
+    "input_activations": _INT8 | {"strategy": "token", "dynamic": True, "group_size": None},
+    "output_activations": None,
+}
+INT8_CONFIG: dict[str, Any] = {
+    "quant_method": "compressed-tensors",
+    "format": "int-quantized",
+    "config_groups": {"group_0": INT8_GROUP},
+    "ignore": ["lm_head"],
+}
 # Name: (quantization_config, how a weight is packed, the end of its scales' name).
 LAYOUTS: dict[str, tuple[dict[str, Any] | None, Callable[[np.ndarray], Packed], str]] = {
     "blocks": (
@@ -82,6 +101,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any] | None, Callable[[np.ndarray], Packed], 
         per_block,
         "_scale",
     ),
+    "int8": (INT8_CONFIG, per_row_int8, "_scale"),
     "fbgemm": ({"quant_method": "fbgemm_fp8"}, per_row, "_scale"),
     "modelopt, older": (None, per_tensor, "_scale"),
     "modelopt, as SGLang names it": (
@@ -115,7 +135,7 @@ def write_plain(path: Path, spec: ModelSpec, *, seed: int = 0) -> Path:
 
 
 def write_fp8(plain: Path, path: Path, layout: str) -> Path:
-    """Write the checkpoint with fp8 projections to `path`; return a directory with them as
+    """Write the checkpoint with packed projections to `path`; return a directory with them as
     float32."""
     config, pack, end = LAYOUTS[layout]
     shutil.copytree(plain, path)

@@ -19,6 +19,7 @@ from jspec.engine.weights.loading import load_models, resolve_paths
 from jspec.errors import CheckpointError, ConfigError
 from jspec.models.files.convert import Format, convert
 from jspec.models.files.tensor_files import open_tensors
+from jspec.spec.weight_format import FP8
 from tests.support.tiny_models import TinyPair, write_tiny_pair
 
 TORCH = Path(__file__).parents[1] / "golden" / "torch" / "pytorch_model.bin"
@@ -125,25 +126,27 @@ def test_what_cannot_be_converted_is_said_and_leaves_nothing(
     assert "invalid choice: 'gguf'" in capsys.readouterr().err
 
 
-def test_a_target_in_fp8_is_served_as_one_that_is_quantized_while_it_loads(
-    pair: TinyPair, tmp_path: Path
+@pytest.mark.parametrize(
+    ("flag", "dtype", "stored_dtype"),
+    [("fp8", "float8_e4m3fn", "F8_E4M3"), ("w8a8_int8", "int8", "I8")],
+)
+def test_a_quantized_target_is_served_as_one_that_is_quantized_while_it_loads(
+    pair: TinyPair, tmp_path: Path, flag: str, dtype: str, stored_dtype: str
 ) -> None:
-    out = tmp_path / "fp8"
-    words = ["--to", "safetensors", "--quantization", "fp8"]
+    out = tmp_path / flag
+    words = ["--to", "safetensors", "--quantization", flag]
     assert main(["convert", str(pair.target_path), str(out), *words]) == 0
     found = params_of(out, pair.draft_path, shards=1)
-    wanted = params_of(pair.target_path, pair.draft_path, shards=1, quantization="fp8")
+    wanted = params_of(pair.target_path, pair.draft_path, shards=1, quantization=flag)
     jax.tree.map(np.testing.assert_array_equal, found, wanted)
-    codes = [
-        leaf for leaf in jax.tree.leaves(found["target"]) if leaf.dtype.name == "float8_e4m3fn"
-    ]
+    codes = [leaf for leaf in jax.tree.leaves(found["target"]) if leaf.dtype.name == dtype]
     # qkv, out, gate and up, down of each layer
     assert len(codes) == 4 * pair.target_config.num_layers
     config = json.loads((out / "config.json").read_text())["quantization_config"]
     assert config["ignore"] == ["lm_head"]
     name = "model.layers.0.mlp.down_proj.weight"
     with open_tensors(out) as stored:
-        assert stored.dtype(name) == "F8_E4M3"
+        assert stored.dtype(name) == stored_dtype
         assert stored.shape(f"{name}_scale") == (stored.shape(name)[0], 1)
 
 
@@ -151,9 +154,9 @@ def test_a_target_in_fp8_is_served_as_one_that_is_quantized_while_it_loads(
 def test_what_is_not_quantized(pair: TinyPair, tmp_path: Path, fault: str) -> None:
     once = tmp_path / "once"
     if fault == "twice":
-        convert(pair.target_path, once, Format.SAFETENSORS, to_fp8=True)
+        convert(pair.target_path, once, Format.SAFETENSORS, quantize=FP8())
     source = once if fault == "twice" else pair.draft_path
     message = "is quantized by 'compressed-tensors'; expected" if fault == "twice" else "architect"
     with pytest.raises(ConfigError, match=message):
-        convert(source, tmp_path / "out", Format.SAFETENSORS, to_fp8=True)
+        convert(source, tmp_path / "out", Format.SAFETENSORS, quantize=FP8())
     assert not (tmp_path / "out").exists()

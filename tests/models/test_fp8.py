@@ -20,9 +20,9 @@ from jspec.engine.weights.checkpoint_info import describe
 from jspec.errors import CheckpointError, ConfigError, JspecError
 from jspec.models.files.checkpoint import load_model_spec, load_target
 from jspec.models.files.convert import Format, convert
-from jspec.models.files.fp8 import declared_forms, open_tensors
 from jspec.models.files.tensor_files import HostArray
 from jspec.models.files.tensor_files import open_tensors as open_stored
+from jspec.models.files.w8a8 import declared_forms, open_tensors
 from tests.models.dense_forward import dense_forward
 from tests.models.random_params import assert_same
 from tests.models.test_families import GOLDEN, assert_equals_transformers, attend_of, loaded

@@ -17,7 +17,7 @@ import pytest
 
 from jspec.errors import CheckpointError, ConfigError, JspecError
 from jspec.models.files.checkpoint import load_model_spec, load_target
-from jspec.models.files.fp8 import declared_forms
+from jspec.models.files.w8a8 import declared_forms
 from jspec.models.registry import family_named, table_of
 from jspec.spec.layers.attention import AttentionSpec
 from jspec.spec.layers.feed_forward import MoESpec, Routing

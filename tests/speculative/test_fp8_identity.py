@@ -1,5 +1,5 @@
-"""Speculative decoding equals plain decoding with fp8 weights: a token's codes depend on it
-alone."""
+"""Speculative decoding equals plain decoding with weights in fp8 and int8: a token's codes depend
+on it alone."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jspec.config.limits import SpeculativeConfig
-from jspec.device.fp8 import FP8Weight
+from jspec.device.weights import W8A8Weight
 from jspec.engine.weights.resident_formats import Wanted, resident_formats
 from jspec.messages.request import Request
 from jspec.messages.step_options import StepOptions
@@ -20,6 +20,7 @@ from jspec.spec.model_spec import uniform_decoder
 from tests.models.fp8_checkpoints import write_fp8, write_plain
 from tests.speculative.engines import (
     PLAIN,
+    Compiled,
     build,
     dial_for,
     make_request,
@@ -59,26 +60,15 @@ def requests_of(temperature: float) -> list[Request]:
     ]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("layout", "shards", "shapes"),
-    [
-        pytest.param("fbgemm", 1, [TREE], marks=pytest.mark.exhaustive),
-        ("blocks", 2, [CHAIN, TREE]),
-    ],
-    ids=["channels", "blocks on two shards"],
-)
-def test_a_chain_s_and_a_tree_s_text_are_plain_decoding_s(
-    layout: str, shards: int, shapes: list[SpeculativeConfig], tmp_path: Path
-) -> None:
-    write_fp8(write_plain(tmp_path / "plain", SPEC), tmp_path / "packed", layout)
+def engines_of(path: Path, shapes: list[SpeculativeConfig], *, shards: int) -> list[Compiled]:
+    """Return an engine for each shape, of the packed checkpoint over `shards`."""
     wanted = Wanted(bundle="xla", dtype="float32", shards=shards)
-    formats = resident_formats(tmp_path / "packed", table_of(SPEC), wanted)
+    formats = resident_formats(path, table_of(SPEC), wanted)
     how: Any = {"dtype": np.float32, "shards": shards, "formats": formats}
-    params = load_target(tmp_path / "packed", SPEC, **how)
+    params = load_target(path, SPEC, **how)
     kernel = params["layers"][1]["mlp"]["gate_up"]["kernel"]
-    assert isinstance(kernel, FP8Weight)
-    engines = [
+    assert isinstance(kernel, W8A8Weight)
+    return [
         build(
             shape,
             page_size=4,
@@ -88,14 +78,39 @@ def test_a_chain_s_and_a_tree_s_text_are_plain_decoding_s(
             target_spec=SPEC,
             formats=formats,
         )
-        for shape in (PLAIN, *shapes)
+        for shape in shapes
     ]
-    plain, *drafting = engines
+
+
+def texts(engine: Compiled, requests: list[Request]) -> list[tuple[int, ...]]:
+    """Return the ids of each request served alone."""
+    return [serve(engine, [each], overlap_depth=0).ids[0] for each in requests]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("layout", "shards", "shapes"),
+    [
+        pytest.param("fbgemm", 1, [TREE], marks=pytest.mark.exhaustive),
+        ("blocks", 2, [CHAIN, TREE]),
+        ("int8", 2, [TREE]),
+    ],
+    ids=["channels", "blocks on two shards", "int8 on two shards"],
+)
+def test_a_chain_s_and_a_tree_s_text_are_plain_decoding_s(
+    layout: str, shards: int, shapes: list[SpeculativeConfig], tmp_path: Path
+) -> None:
+    packed = tmp_path / "packed"
+    write_fp8(write_plain(tmp_path / "plain", SPEC), packed, layout)
+    plain, *drafting = engines_of(packed, [PLAIN, *shapes], shards=shards)
+    # Shards of an int8 product use the scales of whole rows, so their number changes no text.
+    alone = engines_of(packed, [PLAIN], shards=1) if layout == "int8" else []
     for temperature in (0.0, 1.0):
         requests = requests_of(temperature)
-        expected = [serve(plain, [each], overlap_depth=0).ids[0] for each in requests]
+        expected = texts(plain, requests)
         assert [len(ids) for ids in expected] == [NEW_TOKENS] * 3
         assert len({*expected}) == 3
+        assert all(texts(engine, requests) == expected for engine in alone)
         for engine in drafting:
             dial = dial_for(requests, expected)
             served = serve(engine, requests, chunk_size=CHUNK, dial=dial)

@@ -16,18 +16,18 @@ from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 
 from jspec.device import hosts
-from jspec.device.fp8 import FP8Weight
+from jspec.device.int8 import LARGEST
 from jspec.device.mxfp4 import MXFP4Weight
 from jspec.device.noise import mix32
 from jspec.device.parallel import Parallel
-from jspec.device.weights import Weight
+from jspec.device.weights import W8A8Weight, Weight
 from jspec.models.files.stored.tensors import value_at
 from jspec.models.params import Init, ParamSpec
 from jspec.models.placement import Tables, abstract_params, nested, place_of
 
 # Small enough that a deep model's residual stream stays well inside bfloat16's range.
 STD = 0.02
-CODES_STD = 40.0  # of fp8 codes, whose largest is 448
+CODES_STD = 40.0  # of codes, whose largest is 448 in fp8 and 127 in int8
 SMALL_SCALE = 120  # 2 ** (120 - 127): random mxfp4 bits then have a deviation of 0.023
 
 
@@ -77,10 +77,10 @@ class _Maker:
         *,
         name: str,
     ) -> Weight:
-        if isinstance(like, FP8Weight):
+        if isinstance(like, W8A8Weight):
             codes = self._drawn(hashed_codes, like.codes, place.codes, name=f"{name}['codes']")
             scales = jnp.full(like.scales.shape, STD / CODES_STD, device=place.scales)
-            return FP8Weight(codes=codes, scales=scales)
+            return replace(like, codes=codes, scales=scales)
         if isinstance(like, MXFP4Weight):
             name = f"{name}['codes']"
             codes = self._drawn(hashed_bits, like.codes, place, name=name, entries=spec.entries)
@@ -129,7 +129,10 @@ def hashed_codes(
     seed: jax.Array, *, shape: tuple[int, ...], dtype: Any, entries: Entries = None
 ) -> jax.Array:
     drawn = hashed_normal(seed, shape=shape, dtype=jnp.float32, entries=entries)
-    return (drawn * jnp.float32(CODES_STD / STD)).astype(dtype)
+    codes = drawn * jnp.float32(CODES_STD / STD)
+    if dtype == jnp.int8:
+        codes = jnp.clip(jnp.round(codes), -LARGEST, LARGEST)
+    return codes.astype(dtype)
 
 
 def hashed_bits(

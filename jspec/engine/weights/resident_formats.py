@@ -11,15 +11,20 @@ from functools import partial
 from pathlib import Path
 
 from jspec.errors import ConfigError
-from jspec.models.files.fp8 import METHODS, STATIC, declared_forms, quantization_method, unscaled
-from jspec.models.files.fp8_weights import StoredFP8, forms_in, stored_fp8
 from jspec.models.files.stored.layouts import chosen_layout, stored_formats
 from jspec.models.files.tensor_files import open_tensors
+from jspec.models.files.w8a8 import (
+    STATIC,
+    declared_forms,
+    quantization_method,
+    unscaled,
+)
+from jspec.models.files.w8a8_weights import StoredW8A8, forms_in, stored_w8a8
 from jspec.models.params import ParamPath, ParamSpec, ParamTable, Part
 from jspec.pallas_kernels.formats import resident_format
-from jspec.spec.weight_format import FP8, MXFP4, Formats, Op, WeightFormat
+from jspec.spec.weight_format import MXFP4, QUANTIZATIONS, W8A8, Formats, Op, WeightFormat
 
-UNPACKED, QUANTIZED = "none", "fp8"  # values of the argument
+UNPACKED = "none"  # a value of the argument
 log = logging.getLogger(__name__)
 
 
@@ -36,10 +41,10 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class _Stored:
-    """The formats of a checkpoint: of whole products, and of fp8 weights by path."""
+    """The formats of a checkpoint: of whole products, and of 8-bit weights by path."""
 
     of_products: dict[Op, WeightFormat]
-    of_weights: dict[ParamPath, StoredFP8]
+    of_weights: dict[ParamPath, StoredW8A8]
     method: str | None
     has_static_scales: bool = False
 
@@ -60,8 +65,9 @@ def resident_formats(
     _check_method(path, wanted, stored)
     if wanted.value == UNPACKED:
         return ()
-    if wanted.value == QUANTIZED and stored.method is None:
-        stored = _all_quantized(table, stored)
+    made = QUANTIZATIONS.get(wanted.value or "")
+    if made is not None and stored.method is None:
+        stored = _all_quantized(table, stored, made)
     if stored.has_static_scales:
         log.info(
             "%s: scales of activations (input_scale) are ignored: each token gets its own", path
@@ -79,7 +85,9 @@ def resident_formats(
         assert spec.op is not None
         resident, decision = resident_format(each.format, spec.op, **how, shards=shards[spec.op])
         if each.problem is not None:
-            decision = f"{spec.op.value}: fp8, unpacked to {wanted.dtype}: {each.problem}"
+            decision = (
+                f"{spec.op.value}: {each.format.name}, unpacked to {wanted.dtype}: {each.problem}"
+            )
         elif resident == each.format:
             found[spec.path] = resident
         decisions[decision] += 1
@@ -95,13 +103,14 @@ def _read_headers(
     with open_tensors(path, canonical=canonical) as opened:
         tensors = unscaled(opened)
         layout_of = partial(chosen_layout, tensors)
-        weights = _fp8_weights(table, layout_of, forms_in(tensors), shards=shards)
+        weights = _w8a8_weights(table, layout_of, forms_in(tensors), shards=shards)
         products = stored_formats(table, layout_of)
         method = quantization_method(path)
         if not weights and not products:
             method = None
         elif method is None:
-            method = QUANTIZED if weights else MXFP4.name
+            first = next(iter(weights.values()), None)
+            method = MXFP4.name if first is None else _flag_of(first.format)
         is_static = any(name.rsplit(".", 1)[-1] in STATIC for name in opened.sources)
         return _Stored(products, weights, method, bool(weights) and is_static)
 
@@ -116,45 +125,53 @@ def _read_config(
         layouts = (x for x in spec.layouts if x[0].format and x[0].format.name == method)
         return next(layouts, spec.layouts[0])
 
-    weights = _fp8_weights(table, layout_of, declared_forms(path), shards=shards)
+    weights = _w8a8_weights(table, layout_of, declared_forms(path), shards=shards)
     return _Stored(stored_formats(table, layout_of), weights, method)
 
 
-def _fp8_weights(
+def _w8a8_weights(
     table: ParamTable,
     layout_of: Callable[[ParamSpec], tuple[Part, ...]],
-    form_of: Callable[[str], FP8 | str | None],
+    form_of: Callable[[str], W8A8 | str | None],
     *,
     shards: int,
-) -> dict[ParamPath, StoredFP8]:
+) -> dict[ParamPath, StoredW8A8]:
     each = (
-        (spec.path, stored_fp8(spec, layout_of(spec), form_of, shards=shards)) for spec in table
+        (spec.path, stored_w8a8(spec, layout_of(spec), form_of, shards=shards)) for spec in table
     )
     return {path: stored for path, stored in each if stored is not None}
 
 
 def _check_method(path: Path, wanted: Wanted, stored: _Stored) -> None:
     value, method = wanted.value, stored.method
-    are_fp8 = method in METHODS and value == QUANTIZED
-    if value in (None, UNPACKED, method or QUANTIZED) or are_fp8:
+    if value in (None, UNPACKED, method):
         return
     if method is None:
+        if value in QUANTIZATIONS:
+            return
         raise ConfigError(
             f"{wanted.name} is {value!r}, but {path} is not quantized; expected "
-            f"{QUANTIZED!r}, which quantizes while loading, or unset"
+            f"{' or '.join(map(repr, QUANTIZATIONS))}, which quantizes while loading, or unset"
         )
+    found = {_flag_of(each.format) for each in stored.of_weights.values()}
+    if found == {value}:
+        return
     raise ConfigError(
         f"{wanted.name} is {value!r}, but {path} is quantized by {method!r}; expected that, "
         f"{UNPACKED!r}, or unset"
     )
 
 
-def _all_quantized(table: ParamTable, stored: _Stored) -> _Stored:
+def _flag_of(format: W8A8) -> str:
+    return next(flag for flag, made in QUANTIZATIONS.items() if type(made) is type(format))
+
+
+def _all_quantized(table: ParamTable, stored: _Stored, format: W8A8) -> _Stored:
     ops = (Op.LINEAR, Op.GATED)
     weights = {
         spec.path: found
         for spec in table
         if spec.op in ops
-        and (found := stored_fp8(spec, spec.layouts[0], lambda _: FP8(), shards=1))
+        and (found := stored_w8a8(spec, spec.layouts[0], lambda _: format, shards=1))
     }
-    return _Stored(stored.of_products, weights, QUANTIZED)
+    return _Stored(stored.of_products, weights, _flag_of(format))

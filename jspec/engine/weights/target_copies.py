@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jspec.models.files.fp8 import open_tensors
 from jspec.models.files.stored.tensors import value_at
+from jspec.models.files.w8a8 import open_tensors
 from jspec.models.heads.target_copies import FOREIGN, NUM_ROWS, TargetCopy, difference
 from jspec.speculative.drafters.source import DraftSource
 

@@ -16,7 +16,7 @@ from jspec.errors import CheckpointError, ConfigError, shown
 from jspec.files.json_files import Fields
 from jspec.models.families.gemma4_params import spare, table
 from jspec.models.family import FULL, SLIDING, Family, bos_id, eos_ids, read_windows, text_fields
-from jspec.models.files.fp8 import check_quantization
+from jspec.models.files.w8a8 import check_quantization
 from jspec.spec.layers.attention import AttentionSpec
 from jspec.spec.layers.feed_forward import DenseSpec, Gate, MoESpec, Routing
 from jspec.spec.model_spec import ModelSpec

@@ -27,7 +27,7 @@ from jspec.models.family import (
     read_decoder,
     without_partial_rotary,
 )
-from jspec.models.files.fp8 import check_quantization
+from jspec.models.files.w8a8 import check_quantization
 from jspec.spec.head_spec import HeadSpec
 from jspec.spec.layers.attention import AttentionSpec
 from jspec.spec.model_spec import ModelSpec

@@ -27,7 +27,7 @@ from jspec.models.family import (
     read_dense,
     read_windows,
 )
-from jspec.models.files.fp8 import check_quantization
+from jspec.models.files.w8a8 import check_quantization
 from jspec.models.heads.head_params import HeadNames
 from jspec.models.params import ParamTable
 from jspec.spec.head_spec import HeadSpec, mtp_spec

@@ -20,7 +20,7 @@ from jspec.models.family import (
     read_decoder,
     without_partial_rotary,
 )
-from jspec.models.files.fp8 import check_quantization
+from jspec.models.files.w8a8 import check_quantization
 from jspec.models.layer_params import expert_params
 from jspec.models.params import FLOAT32, ParamSpec, ParamTable
 from jspec.spec.layers.feed_forward import FeedForward, MoESpec, Routing

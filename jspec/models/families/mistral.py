@@ -26,7 +26,7 @@ from jspec.models.family import (
     read_windows,
     text_fields,
 )
-from jspec.models.files.fp8 import check_quantization
+from jspec.models.files.w8a8 import check_quantization
 from jspec.models.params import ParamTable, or_nested
 from jspec.spec.model_spec import ModelSpec
 

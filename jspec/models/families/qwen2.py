@@ -16,7 +16,7 @@ from jspec.models.family import (
     read_dense,
     read_windows,
 )
-from jspec.models.files.fp8 import check_quantization
+from jspec.models.files.w8a8 import check_quantization
 from jspec.spec.model_spec import ModelSpec
 
 

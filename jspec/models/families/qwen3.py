@@ -12,7 +12,7 @@ from jspec.models.family import (
     read_decoder,
     read_dense,
 )
-from jspec.models.files.fp8 import check_quantization
+from jspec.models.files.w8a8 import check_quantization
 from jspec.spec.model_spec import ModelSpec
 
 

@@ -34,7 +34,7 @@ from jspec.models.family import (
     text_fields,
     without_partial_rotary,
 )
-from jspec.models.files.fp8 import check_quantization
+from jspec.models.files.w8a8 import check_quantization
 from jspec.models.heads.head_params import HeadNames
 from jspec.models.layer_params import zero_centred
 from jspec.models.params import ParamTable, Part

@@ -29,7 +29,7 @@ from jspec.models.family import (
     decoder_json,
     eos_ids,
 )
-from jspec.models.files.fp8 import check_quantization
+from jspec.models.files.w8a8 import check_quantization
 from jspec.models.heads.head_params import HeadNames
 from jspec.models.layer_params import dense_params, product, zero_centred
 from jspec.models.params import (

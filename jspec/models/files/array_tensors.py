@@ -18,7 +18,7 @@ from jspec.errors import CheckpointError
 from jspec.spec.weight_format import Shape
 
 HostArray = npt.NDArray[Any]
-FP8 = "F8_E4M3"
+FP8, INT8 = "F8_E4M3", "I8"
 
 # numpy's dtypes by safetensors' names; files are little-endian.
 DTYPES: Mapping[str, np.dtype[Any]] = MappingProxyType(

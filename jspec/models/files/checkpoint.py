@@ -16,18 +16,18 @@ from jspec.errors import CheckpointError, NoCheckpointError, RequestError, reaso
 from jspec.files.json_files import exists, in_file, read_fields
 from jspec.messages.request import SamplingParams
 from jspec.models.family import eos_ids
-from jspec.models.files.fp8 import coded_bytes, open_tensors
 from jspec.models.files.kv_scales import is_kv_scale
 from jspec.models.files.stored.layouts import check_names, chosen_layout, packed_bytes
 from jspec.models.files.stored.param_reads import Place, on_host, param_reads
 from jspec.models.files.stored.tensors import stored_tensors
 from jspec.models.files.tensor_files import Tensors, write_checkpoint
+from jspec.models.files.w8a8 import coded_bytes, open_tensors
 from jspec.models.params import ParamTable, with_expert_map, with_formats
 from jspec.models.placement import nested
 from jspec.models.registry import family_named, family_of, table_of
 from jspec.spec.layers.feed_forward import MoESpec
 from jspec.spec.model_spec import ModelSpec
-from jspec.spec.weight_format import FP8, Formats
+from jspec.spec.weight_format import W8A8, Formats
 
 GIB = 1 << 30
 LAYOUT = "a checkpoint in Hugging Face's layout (config.json, model.safetensors, tokenizer.json)"
@@ -134,10 +134,11 @@ def load_target(
                 np.dtype(dtype).name,
                 unpacked / GIB,
             )
-        if coded := coded_bytes(tensors, without=_kept_packed(tensors, table)):
+        for kind, coded in coded_bytes(tensors, without=_kept_packed(tensors, table)).items():
             log.info(
-                "%s: weights in fp8 of %.2f GiB are unpacked to %s and take %.2f GiB",
+                "%s: weights in %s of %.2f GiB are unpacked to %s and take %.2f GiB",
                 path,
+                kind,
                 coded / GIB,
                 np.dtype(dtype).name,
                 coded * np.dtype(dtype).itemsize / GIB,
@@ -147,7 +148,7 @@ def load_target(
 
 
 def _kept_packed(tensors: Tensors, table: ParamTable) -> set[str]:
-    kept = (spec for spec in table if isinstance(spec.format, FP8))
+    kept = (spec for spec in table if isinstance(spec.format, W8A8))
     return {name for spec in kept for part in chosen_layout(tensors, spec) for name in part.names}
 
 

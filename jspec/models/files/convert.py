@@ -14,7 +14,6 @@ import numpy as np
 from jspec.errors import ConfigError, NoCheckpointError
 from jspec.files.json_files import read_object
 from jspec.files.output_files import remove, write_text, writing
-from jspec.models.files.fp8_export import products_of, quantization_config, with_fp8
 from jspec.models.files.tensor_files import (
     FILES,
     NAMES,
@@ -24,6 +23,8 @@ from jspec.models.files.tensor_files import (
     open_tensors,
     write_tensors,
 )
+from jspec.models.files.w8a8_export import products_of, quantization_config, with_codes
+from jspec.spec.weight_format import W8A8
 
 MAX_FILE_BYTES = 4 * 2**30  # of one safetensors file, which is built in host memory
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
@@ -47,13 +48,14 @@ def convert(
     out: Path,
     to: Format,
     *,
-    to_fp8: bool = False,
+    quantize: W8A8 | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> Converted:
     """Write the checkpoint of `source` to `out`, which must be empty or not exist.
 
-    to_fp8: quantize the products of a target's layers (fp8_export.py). For orbax the host holds all
-    tensors at once. Raises ConfigError, OutputError or CheckpointError; `out` is then unchanged.
+    quantize: the format for the products of a target's layers (w8a8_export.py). For orbax the host
+    holds all tensors at once. Raises ConfigError, OutputError or CheckpointError; `out` is then
+    unchanged.
     """
     if not source.is_dir():
         raise NoCheckpointError(f"{source} is no directory; expected one with a checkpoint")
@@ -63,15 +65,15 @@ def convert(
         raise ConfigError(f"{out} is inside {source}; expected a directory elsewhere")
     is_new = not out.exists()
     with open_tensors(source) as opened:
-        products = products_of(source, opened) if to_fp8 else set()
-        tensors = with_fp8(opened, products)
+        products = set() if quantize is None else products_of(source, opened, quantize)
+        tensors = opened if quantize is None else with_codes(opened, products, quantize)
         try:
             with writing(out):
                 out.mkdir(parents=True, exist_ok=True)
             _copy_rest(source, out)
-            if to_fp8:
+            if quantize is not None:
                 config = read_object(source / "config.json")
-                config["quantization_config"] = quantization_config(opened, products)
+                config["quantization_config"] = quantization_config(opened, products, quantize)
                 _write_json(out / "config.json", config)
             groups = _groups(tensors, max_file_bytes if to is Format.SAFETENSORS else None)
             if to is Format.ORBAX:

@@ -11,15 +11,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from jspec.device.fp8 import BLOCK, FP8Weight
-from jspec.device.weights import dense
+from jspec.device.fp8 import BLOCK
+from jspec.device.weights import W8A8Weight, dense
 from jspec.errors import CheckpointError
 from jspec.models.files.array_tensors import LazyTensor, dtype_name
 from jspec.models.files.stored.param_reads import ParamRead, param_reads
 from jspec.models.files.stored.tensors import pieces, put_piece
 from jspec.models.files.tensor_files import HostArray, lazy_tensors
 from jspec.models.params import ParamPath, ParamSpec, ParamTable, Part, shard_columns
-from jspec.spec.weight_format import FP8, Shape
+from jspec.spec.weight_format import W8A8, Shape
 
 ServedArray = Callable[[ParamPath], Any]  # the served array of a weight, over all shards
 Layout = tuple[Part, ...]
@@ -107,7 +107,7 @@ def changed_reads(
         layout = layouts.get(spec.path, ())
         for name in (name for part in layout for name in part.names if name not in given):
             weight = served(spec.path)
-            own = np.dtype(dtype if isinstance(weight, FP8Weight) else weight.dtype)
+            own = np.dtype(dtype if isinstance(weight, W8A8Weight) else weight.dtype)
             whole = known[name]
             fetch = partial(published_tensor, whole, name, served, dtype=own, shards=shards)
             all_tensors[name] = LazyTensor(_shape(name, whole), dtype_name(own), fetch)
@@ -116,7 +116,7 @@ def changed_reads(
         replace(
             each, read=partial(_with_kept, each, layouts[each.spec.path], given, served, shards)
         )
-        if isinstance(each.spec.format, FP8)
+        if isinstance(each.spec.format, W8A8)
         else each
         for each in reads
     ]
@@ -124,13 +124,14 @@ def changed_reads(
 
 def _with_kept(
     each: ParamRead, layout: Layout, given: Collection[str], served: ServedArray, shards: int
-) -> FP8Weight:
+) -> W8A8Weight:
     """Quantize the given parts of a weight; the other parts keep their codes bit for bit."""
     new, old = each.read(), served(each.spec.path)
     pieces = shard_columns(layout, each.spec.column_shards(shards))
     is_given = np.concatenate([np.full(n, layout[i].name in given) for i, _, n in pieces])
     of_scales = is_given if new.block is None else is_given[::BLOCK]
-    return FP8Weight(
+    return replace(
+        new,
         codes=np.where(is_given, new.codes, np.asarray(old.codes)),
         scales=np.where(of_scales, new.scales, np.asarray(old.scales)),
     )

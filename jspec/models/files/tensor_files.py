@@ -20,6 +20,7 @@ from jspec.files.json_files import MIB, check_regular, exists, read_object
 from jspec.files.output_files import write_text, writing
 from jspec.models.files.array_tensors import DTYPES, LazyFile, LazyHeader, LazyTensor
 from jspec.models.files.array_tensors import FP8 as FP8
+from jspec.models.files.array_tensors import INT8 as INT8
 from jspec.models.files.array_tensors import HostArray as HostArray
 from jspec.models.files.torch_files import open_torch_file
 from jspec.spec.weight_format import Shape as Shape

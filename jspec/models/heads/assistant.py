@@ -28,10 +28,10 @@ from jspec.models.decoder import KVPool, paged_layer, shard_ids
 from jspec.models.families.gemma4 import kinds_of, read_layers
 from jspec.models.families.gemma4_params import layer_params
 from jspec.models.family import SLIDING
-from jspec.models.files.fp8 import open_tensors
 from jspec.models.files.stored.layouts import check_names
 from jspec.models.files.stored.param_reads import ParamRead, Place, param_reads
 from jspec.models.files.tensor_files import HostArray, Tensors
+from jspec.models.files.w8a8 import open_tensors
 from jspec.models.layer import LayerSettings, Params
 from jspec.models.layer_params import lm_head, product
 from jspec.models.layer_params import norm as norm_params

@@ -29,7 +29,7 @@ from jspec.models.family import (
     read_dense,
     read_windows,
 )
-from jspec.models.files.fp8 import check_quantization
+from jspec.models.files.w8a8 import check_quantization
 from jspec.models.heads.head_files import check_target, refuse_unknown, speculators_json
 from jspec.models.registry import BLOCKS
 from jspec.spec.block_spec import (

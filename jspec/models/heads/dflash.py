@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from jspec.models.files.fp8 import open_tensors
 from jspec.models.files.stored.param_reads import Place, on_host
 from jspec.models.files.stored.tensors import stored_tensors
 from jspec.models.files.tensor_files import HostArray, write_checkpoint
+from jspec.models.files.w8a8 import open_tensors
 from jspec.models.heads.block_config import block_config_json
 from jspec.models.heads.head_files import (
     Params,

@@ -13,11 +13,11 @@ import numpy.typing as npt
 from jspec.errors import ConfigError
 from jspec.files.json_files import Fields, in_file, read_fields
 from jspec.models.family import refuse_windows
-from jspec.models.files.fp8 import check_quantization, open_tensors
 from jspec.models.files.stored.layouts import check_names
 from jspec.models.files.stored.param_reads import Place, on_host
 from jspec.models.files.stored.tensors import stored_tensors
 from jspec.models.files.tensor_files import HostArray, Tensors, write_checkpoint
+from jspec.models.files.w8a8 import check_quantization, open_tensors
 from jspec.models.heads.head_files import (
     LAYER,
     Params,

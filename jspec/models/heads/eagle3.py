@@ -14,10 +14,10 @@ import numpy as np
 import numpy.typing as npt
 
 from jspec.errors import CheckpointError
-from jspec.models.files.fp8 import open_tensors
 from jspec.models.files.stored.param_reads import Place, on_host
 from jspec.models.files.stored.tensors import stored_tensors
 from jspec.models.files.tensor_files import HostArray, Tensors, listed, write_checkpoint
+from jspec.models.files.w8a8 import open_tensors
 from jspec.models.heads.eagle3_config import AUX_IDS, PARALLEL, eagle3_config_json
 from jspec.models.heads.head_files import (
     LAYER,

@@ -14,7 +14,7 @@ from typing import Any
 from jspec.errors import CheckpointError, ConfigError, shown
 from jspec.files.json_files import Fields, in_file, read_fields
 from jspec.models.family import refuse_windows
-from jspec.models.files.fp8 import check_quantization
+from jspec.models.files.w8a8 import check_quantization
 from jspec.models.heads.head_files import (
     LAYER,
     check_target,

@@ -16,12 +16,12 @@ from jspec.errors import CheckpointError, ConfigError
 from jspec.files.json_files import Fields, in_file, read_fields
 from jspec.models.family import Family, MtpFamily
 from jspec.models.files.checkpoint import is_inv_freq
-from jspec.models.files.fp8 import open_tensors
 from jspec.models.files.kv_scales import is_kv_scale
 from jspec.models.files.stored.layouts import check_names
 from jspec.models.files.stored.param_reads import Place, on_host
 from jspec.models.files.stored.tensors import stored_tensors
 from jspec.models.files.tensor_files import HostArray, Tensors, write_checkpoint
+from jspec.models.files.w8a8 import open_tensors
 from jspec.models.heads.head_files import Params, read_head, refuse_unknown
 from jspec.models.heads.head_params import EMBED, HEAD, HeadNames, head_params
 from jspec.models.heads.target_copies import Copies, TargetCopy

@@ -21,7 +21,7 @@ from jspec.models.families.latent.deepseek_v3 import (
     read_moe,
 )
 from jspec.models.family import Family, read_decoder, without_partial_rotary
-from jspec.models.files.fp8 import check_quantization
+from jspec.models.files.w8a8 import check_quantization
 from jspec.models.layer_params import ffn_params
 from jspec.models.params import ParamTable, or_nested
 from jspec.spec.layers.attention import AttentionSpec

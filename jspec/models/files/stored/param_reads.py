@@ -12,16 +12,15 @@ import jax
 import numpy as np
 import numpy.typing as npt
 
-from jspec.device.fp8 import quantized_weight
 from jspec.device.mxfp4 import MXFP4Weight
-from jspec.device.weights import Weight, weight_of
+from jspec.device.weights import Weight, quantized_weight, weight_of
 from jspec.errors import CheckpointError
 from jspec.models.files import mxfp4
-from jspec.models.files.fp8_weights import StoredFP8, forms_in, read_codes, stored_fp8
 from jspec.models.files.stored.layouts import chosen_layout
 from jspec.models.files.tensor_files import BLOCK_BYTES, HostArray, Tensors, transpose_into
+from jspec.models.files.w8a8_weights import StoredW8A8, forms_in, read_codes, stored_w8a8
 from jspec.models.params import Form, Init, ParamPath, ParamSpec, ParamTable, Part, shard_columns
-from jspec.spec.weight_format import FP8, Dense, num_bytes
+from jspec.spec.weight_format import W8A8, Dense, num_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,8 +127,8 @@ def _host_bytes(tensors: Tensors, spec: ParamSpec, *, dtype: npt.DTypeLike, shar
     format, layout = spec.format_in(dtype), chosen_layout(tensors, spec)
     own = num_bytes(format, spec.physical_shape(shards))
     beside = 2 * BLOCK_BYTES
-    if isinstance(format, FP8):  # the largest part's codes, or all of it in float32
-        is_kept = stored_fp8(spec, layout, forms_in(tensors), shards=shards) == StoredFP8(format)
+    if isinstance(format, W8A8):  # the largest part's codes, or all of it in float32
+        is_kept = stored_w8a8(spec, layout, forms_in(tensors), shards=shards) == StoredW8A8(format)
         return own + beside + (own if is_kept else 8 * math.prod(spec.physical_shape(shards)))
     for part in layout:
         if part.format is not None:  # one unpacked matrix, in float32 at most
@@ -170,11 +169,11 @@ def read_param(
 ) -> Weight:
     """Read a weight over all shards. Entries of shards outside `own` may be zeros."""
     layout = chosen_layout(tensors, spec)
-    if isinstance(spec.format, FP8):
-        if stored_fp8(spec, layout, forms_in(tensors), shards=shards) == StoredFP8(spec.format):
+    if isinstance(spec.format, W8A8):
+        if stored_w8a8(spec, layout, forms_in(tensors), shards=shards) == StoredW8A8(spec.format):
             return read_codes(tensors, spec, layout, spec.format, shards=shards)
         numbers = read_param(tensors, replace(spec, format=None), dtype=dtype, shards=shards)
-        return jax.tree.map(np.array, quantized_weight(numbers, has_blocks=spec.format.has_blocks))
+        return jax.tree.map(np.array, quantized_weight(numbers, spec.format))
     part = layout[0]
     own_rows = _own_rows(spec, own, shards)
     if len(layout) == 1 and _is_whole(part, spec) and spec.physical_shape(shards) == spec.shape:

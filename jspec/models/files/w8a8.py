@@ -1,4 +1,4 @@
-"""Weights in fp8 (e4m3) with scales, read as float32; `fp8_weights` leaves them packed.
+"""Weights in fp8 (e4m3) or int8 with scales, read as float32; `w8a8_weights` leaves them packed.
 
 A weight X [.., O, I] is the stored value times the scale of its block. The scales are one of:
 
@@ -7,31 +7,33 @@ A weight X [.., O, I] is the stored value times the scale of its block. The scal
     X_scale [], [1], [.., O] or [.., O, 1]           per tensor or per row: compressed-tensors,
                                                      fbgemm_fp8, vLLM's fp8, ModelOpt's
 
-Despite its name, `_scale_inv` is also a factor. Scales of activations are ignored.
+int8 has the second form, of compressed-tensors alone (`int8.py`). Despite its name, `_scale_inv` is
+also a factor. Scales of activations are ignored.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Collection, Iterator
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
 from jspec.errors import CheckpointError, ConfigError, shown
 from jspec.files.json_files import Fields, exists, read_fields
-from jspec.models.files.array_tensors import LazyHeader, LazyTensor
+from jspec.models.files.array_tensors import DTYPES, LazyHeader, LazyTensor
+from jspec.models.files.int8 import check_int8
 from jspec.models.files.kv_scales import with_kv_scales
-from jspec.models.files.tensor_files import FP8, HostArray, TensorFile, Tensors
+from jspec.models.files.tensor_files import FP8, INT8, HostArray, TensorFile, Tensors
 from jspec.models.files.tensor_files import open_tensors as open_stored
 from jspec.spec import weight_format
-from jspec.spec.weight_format import Shape
+from jspec.spec.weight_format import W8A8, Shape
 
 SCALES = ("_scale_inv", "_scale")
 MODELOPT, _OLDER_MODELOPT = "modelopt", "modelopt_fp8"
@@ -42,9 +44,12 @@ STATIC = ("input_scale", "activation_scale", "input_scale_ub")  # scales of prod
 _OF_ACTIVATIONS = (*STATIC, "q_scale")
 # Keys of config.json that list modules that are not quantized.
 _KEPT = ("modules_to_not_convert", "ignore", "ignored_layers", "exclude_modules")
-_NUMBERS = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+CODES = (FP8, INT8)  # dtypes of codes
+_NUMBERS = {
+    dtype: np.arange(256, dtype=np.uint8).view(DTYPES[dtype]).astype(np.float32) for dtype in CODES
+}
 _FLOAT32 = "F32"
-Form = weight_format.FP8 | str  # a tensor's stored form, or the reason why it must be unpacked
+Form = W8A8 | str  # a tensor's stored form, or the reason why it must be unpacked
 
 
 def check_quantization(fields: Fields) -> tuple[int, int]:
@@ -70,7 +75,16 @@ def check_quantization(fields: Fields) -> tuple[int, int]:
     return _block(table, "weight_block_size")
 
 
+def _is_int8(table: Fields) -> bool:
+    groups = table.table("config_groups")
+    kinds = {groups.table(name).table("weights").get("type") for name in groups.values}
+    return kinds == {"int"}
+
+
 def _compressed_block(table: Fields) -> tuple[int, int]:
+    if _is_int8(table):
+        check_int8(table)
+        return BLOCK
     allowed = ("float-quantized", "naive-quantized")
     table.refuse("format", allowed=allowed, why="weights in fp8 are all that is read of it")
     groups = table.table("config_groups")
@@ -118,12 +132,13 @@ def declared_forms(path: Path) -> Callable[[str], Form | None]:
     table = fields.table("quantization_config")
     if table.get("quant_method") not in METHODS:
         return lambda _: None
-    block, form = check_quantization(fields), weight_format.FP8()
+    block = check_quantization(fields)
+    form: Form = weight_format.INT8() if _is_int8(table) else weight_format.FP8()
     groups = table.table("config_groups")
     strategies = {groups.table(x).table("weights").get("strategy") for x in groups.values}
     if table.get("weight_block_size") is not None or "block" in strategies:
         form = weight_format.FP8(has_blocks=True)
-    found: Form = form if block == BLOCK else _odd_block(*block)
+    found = form if block == BLOCK else _odd_block(*block)
     kept = [str(x) for key in _KEPT for x in (table.get(key) or ())]
 
     def form_of(name: str) -> Form | None:
@@ -149,13 +164,13 @@ def _odd_block(rows: int, columns: int) -> str:
 def open_tensors(
     path: Path, *, canonical: Callable[[str], str] = lambda name: name
 ) -> Iterator[Tensors]:
-    """Open a checkpoint (tensor_files.open_tensors) with fp8 weights as float32, without scales."""
+    """Open a checkpoint (tensor_files.open_tensors), 8-bit weights as float32 without scales."""
     with open_stored(path, canonical=canonical) as tensors:
         yield unscaled(with_kv_scales(tensors))
 
 
 def unscaled(tensors: Tensors) -> Tensors:
-    coded = [name for name in tensors.sources if tensors.dtype(name) == FP8]
+    coded = [name for name in tensors.sources if tensors.dtype(name) in CODES]
     if not coded:
         return tensors
     config = tensors.path / "config.json"
@@ -165,7 +180,7 @@ def unscaled(tensors: Tensors) -> Tensors:
         scales = next((name + end for end in SCALES if name + end in tensors), None)
         if scales is None:
             raise CheckpointError(
-                f"{tensors.path}: {name} has dtype {FP8} but no scales; expected "
+                f"{tensors.path}: {name} has dtype {tensors.dtype(name)} but no scales; expected "
                 f"{' or '.join(name + end for end in SCALES)}"
             )
         scaled = Scaled.of(tensors, name, scales, block)
@@ -175,9 +190,13 @@ def unscaled(tensors: Tensors) -> Tensors:
     return replace(tensors, sources=kept)
 
 
-def coded_bytes(tensors: Tensors, *, without: Collection[str]) -> int:
-    files = ((name, file) for name, (file, _) in tensors.sources.items() if name not in without)
-    return sum(math.prod(tensors.shape(name)) for name, file in files if isinstance(file, Scaled))
+def coded_bytes(tensors: Tensors, *, without: Collection[str]) -> Mapping[str, int]:
+    """Return the bytes of codes by the name of their format."""
+    found: Counter[str] = Counter()
+    for name, (file, _) in tensors.sources.items():
+        if name not in without and isinstance(file, Scaled):
+            found[file.kind.name] += math.prod(file.shape)
+    return found
 
 
 def _is_of_activations(name: str) -> bool:
@@ -196,6 +215,7 @@ class Scaled:
     scales_dtype: np.dtype[Any]
     shape: Shape
     block: tuple[int, int]
+    dtype: str  # of the codes
 
     @classmethod
     def of(cls, tensors: Tensors, name: str, scales: str, block: tuple[int, int]) -> Scaled:
@@ -209,6 +229,7 @@ class Scaled:
             scales_dtype=tensors.weight_dtype(scales),
             shape=shape,
             block=_block_of(tensors, name, scales, block),
+            dtype=tensors.dtype(name),
         )
 
     @property
@@ -216,18 +237,22 @@ class Scaled:
         return self.codes.path
 
     @property
+    def kind(self) -> type[W8A8]:
+        return weight_format.INT8 if self.dtype == INT8 else weight_format.FP8
+
+    @property
     def form(self) -> Form:
         (rows, columns), size = self.block, weight_format.FP8.size
         if columns >= self.shape[-1]:
-            return weight_format.FP8()
-        if columns == size and rows in (size, min(size, self.shape[-2])):
+            return self.kind()
+        if self.dtype == FP8 and columns == size and rows in (size, min(size, self.shape[-2])):
             return weight_format.FP8(has_blocks=True)
         return _odd_block(rows, columns)
 
     def rows(self, chosen: HostArray) -> tuple[HostArray, HostArray]:
         """Return (codes [n, I], scales [n, columns of blocks]) of ascending rows of one matrix."""
         first, count = int(chosen[0]), int(chosen[-1]) - int(chosen[0]) + 1
-        codes = np.empty((count, self.shape[-1]), ml_dtypes.float8_e4m3fn)
+        codes = np.empty((count, self.shape[-1]), DTYPES[self.dtype])
         self.codes.read_into(codes, self.name, offset=first * self.shape[-1])
         factors = self._factors(first, count)
         if len(chosen) == count:
@@ -250,7 +275,7 @@ class Scaled:
         first = offset // (width * out.itemsize)
         codes = np.empty(rows.shape, np.uint8)
         self.codes.read_into(codes, self.name, offset=first * width)
-        np.take(_NUMBERS, codes, out=rows, mode="clip")
+        np.take(_NUMBERS[self.dtype], codes, out=rows, mode="clip")
         factors = self._factors(first, len(rows))
         columns = self.block[1]
         if width % columns == 0:
@@ -283,7 +308,8 @@ def _block_of(tensors: Tensors, name: str, scales: str, block: tuple[int, int]) 
     shape, found = tensors.shape(name), tensors.shape(scales)
     if len(shape) < 2 or 0 in shape:
         raise CheckpointError(
-            f"{tensors.path}: {name} has dtype {FP8} and shape {shape}; expected a matrix"
+            f"{tensors.path}: {name} has dtype {tensors.dtype(name)} and shape {shape}; expected a "
+            "matrix"
         )
     *stack, length, width = shape
     blocks = (-(-length // block[0]), -(-width // block[1]))

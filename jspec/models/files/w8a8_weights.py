@@ -1,4 +1,4 @@
-"""FP8 weights that stay packed: their form in a checkpoint, and reading their codes."""
+"""Weights in fp8 and int8 that stay packed: their form in a checkpoint, and reading their codes."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jspec.device.fp8 import E4M3, FP8Weight
-from jspec.models.files.fp8 import Form, Scaled
+from jspec.device.weights import W8A8Weight, w8a8_weight
 from jspec.models.files.tensor_files import Tensors
+from jspec.models.files.w8a8 import Form, Scaled
 from jspec.models.params import Form as Layout
 from jspec.models.params import ParamSpec, Part, shard_columns
-from jspec.spec.weight_format import FP8
+from jspec.spec.weight_format import FP8, W8A8
 
-FormOf = Callable[[str], Form | None]  # by tensor name; None: not in fp8
+FormOf = Callable[[str], Form | None]  # by tensor name; None: not in 8 bits
 
 
 @dataclass(frozen=True, slots=True)
-class StoredFP8:
-    format: FP8
+class StoredW8A8:
+    format: W8A8
     problem: str | None = None  # the reason why the weight must be unpacked
 
 
@@ -31,23 +31,24 @@ def forms_in(tensors: Tensors) -> FormOf:
     return form_of
 
 
-def stored_fp8(
+def stored_w8a8(
     spec: ParamSpec, layout: tuple[Part, ...], form_of: FormOf, *, shards: int
-) -> StoredFP8 | None:
-    """Return the form in which a weight is stored; None if no part of it is in fp8."""
+) -> StoredW8A8 | None:
+    """Return the form in which a weight is stored; None if no part of it is in 8 bits."""
     forms = {form_of(name) for part in layout for name in part.names}
     if forms == {None}:
         return None
     if len(forms) > 1:
-        return StoredFP8(FP8(), "its parts are stored in several forms")
+        known = (form for form in forms if isinstance(form, W8A8))
+        return StoredW8A8(next(known, FP8()), "its parts are stored in several forms")
     (form,) = forms
-    if not isinstance(form, FP8):
-        return StoredFP8(FP8(), str(form))
+    if not isinstance(form, W8A8):
+        return StoredW8A8(FP8(), str(form))
     if any(part.stack or part.form is not Layout.OUT_IN for part in layout):
-        return StoredFP8(form, None if len(spec.shape) > 2 else "it is not stored as [out, in]")
+        return StoredW8A8(form, None if len(spec.shape) > 2 else "it is not stored as [out, in]")
     if form.has_blocks and _are_cut(spec, layout, shards=shards):
-        return StoredFP8(form, "a block of 128 x 128 would be cut between parts or shards")
-    return StoredFP8(form)
+        return StoredW8A8(form, "a block of 128 x 128 would be cut between parts or shards")
+    return StoredW8A8(form)
 
 
 def _are_cut(spec: ParamSpec, layout: tuple[Part, ...], *, shards: int) -> bool:
@@ -71,11 +72,12 @@ def _rows(part: Part, first: int, count: int) -> np.ndarray:
 
 
 def read_codes(
-    tensors: Tensors, spec: ParamSpec, layout: tuple[Part, ...], format: FP8, *, shards: int
-) -> FP8Weight:
-    """Read a weight over all shards in its stored form (`stored_fp8`), without unpacking it."""
-    length, width = spec.physical_shape(shards)
-    codes = np.empty((width, length), E4M3)  # as stored, and as on the device: [out, in]
+    tensors: Tensors, spec: ParamSpec, layout: tuple[Part, ...], format: W8A8, *, shards: int
+) -> W8A8Weight:
+    """Read a weight over all shards in its stored form (`stored_w8a8`), without unpacking it."""
+    shape = length, width = spec.physical_shape(shards)
+    # As stored, and as on the device: [out, in].
+    codes = np.empty((width, length), format.arrays(shape)["codes"].dtype)
     scales = np.empty((width, -(-length // FP8.size) if format.has_blocks else 1), np.float32)
     column = 0
     for i, first, count in shard_columns(layout, spec.column_shards(shards)):
@@ -85,4 +87,4 @@ def read_codes(
         codes[place], scales[place] = source.rows(_rows(part, first, count))
         column += count
     own = scales[:: FP8.size].T if format.has_blocks else scales[:, 0]
-    return FP8Weight(codes=codes.T, scales=np.ascontiguousarray(own))
+    return w8a8_weight(format, codes=codes.T, scales=np.ascontiguousarray(own))
