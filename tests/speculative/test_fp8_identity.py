@@ -92,7 +92,7 @@ def texts(engine: Compiled, requests: list[Request]) -> list[tuple[int, ...]]:
     ("layout", "shards", "shapes"),
     [
         pytest.param("fbgemm", 1, [TREE], marks=pytest.mark.exhaustive),
-        ("blocks", 2, [CHAIN, TREE]),
+        ("blocks", 2, [CHAIN]),
         ("int8", 2, [TREE]),
     ],
     ids=["channels", "blocks on two shards", "int8 on two shards"],
