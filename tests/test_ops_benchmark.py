@@ -83,7 +83,7 @@ def test_a_tuning_replaces_fields_of_the_planned_one(tmp_path: Path) -> None:
 
 
 def test_a_result_that_differs_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ops, "difference", lambda *_: 1.0)
+    monkeypatch.setattr(ops, "difference", lambda *_, **_named: 1.0)
     (row, _) = measured("add_norm", "reference", tmp_path)
     assert "differs by 1; expected 0.02" in row["error"]
 

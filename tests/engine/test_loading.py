@@ -139,7 +139,7 @@ def test_one_error_names_all_that_does_not_fit_of_a_target(tmp_path: Path) -> No
             f"{layer}self_attn.q_proj.weight": None,
             f"{layer}extra.weight": np.zeros(3, np.float32),
             f"{layer}mlp.up_proj.weight": np.zeros((2, 2), np.float32),
-            "lm_head.weight": np.zeros((2, 2), np.int8),
+            "lm_head.weight": np.zeros((2, 2), np.int16),
         },
     )
     with pytest.raises(CheckpointError) as caught:
@@ -152,7 +152,7 @@ def test_one_error_names_all_that_does_not_fit_of_a_target(tmp_path: Path) -> No
         f"unknown tensor {layer}extra.weight of shape (3,)",
         f"{layer}mlp.up_proj.weight has shape (2, 2); expected",
         "lm_head.weight has shape (2, 2); expected",
-        "lm_head.weight has dtype I8; expected one of F16, BF16, F32, F64",
+        "lm_head.weight has dtype I16; expected one of F16, BF16, F32, F64",
     ):
         assert part in message
 

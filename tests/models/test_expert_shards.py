@@ -19,8 +19,8 @@ from jspec.device.parallel import Parallel
 from jspec.engine.weights.loading import LoadedModels, load_models, resolve_paths
 from jspec.engine.weights.served_weights import ServedWeights
 from jspec.messages.weight_update import ArrayUpdate, DiskUpdate
-from jspec.models.files import stored
 from jspec.models.files.checkpoint import load_model_spec
+from jspec.models.files.stored import param_reads as stored
 from jspec.models.files.stored.param_reads import param_reads
 from jspec.models.files.tensor_files import StoredFile, Tensors, open_tensors
 from jspec.models.params import ParamSpec, with_expert_map

@@ -305,13 +305,13 @@ def test_all_that_does_not_fit_a_head_is_one_error(tmp_path: Path) -> None:
         "fc.weight": np.zeros((8, 16), np.float32),
         "norm.weight": None,
         "other.weight": np.zeros(1, np.float32),
-        "midlayer.mlp.up_proj.weight": np.zeros((12, 8), np.int8),
+        "midlayer.mlp.up_proj.weight": np.zeros((12, 8), np.int16),
     }
     with pytest.raises(CheckpointError, match="4 tensors do not fit") as caught:
         check_eagle3(written(tmp_path, **changes), CONFIG)
     for named in ("no tensor norm.weight", "unknown tensor other.weight", "fc.weight has shape"):
         assert named in str(caught.value)
-    assert "layers.0.mlp.up_proj.weight has dtype I8" in str(caught.value)
+    assert "layers.0.mlp.up_proj.weight has dtype I16" in str(caught.value)
 
 
 def test_a_narrower_head_must_own_its_embedding(tmp_path: Path) -> None:

@@ -129,7 +129,7 @@ def test_written_configs_read_back(config: dict[str, Any], tmp_path: Path) -> No
         (
             SMALL_4,
             {"rope_parameters": YARN | {"partial_rotary_factor": 0.25}},
-            "partial_rotary_factor is 0.25; expected qk_rope_head_dim 64 of 128 numbers",
+            "partial_rotary_factor is 0.25; expected qk_rope_head_dim 64 of 128 dimensions",
         ),
         (SMALL_4, {"rope_parameters": None}, "llama_4_scaling_beta is absent from rope_parameters"),
         (MINISTRAL_3, {"rope_parameters": None}, "llama_4_scaling_beta is absent"),

@@ -35,7 +35,7 @@ def test_a_bad_update_changes_nothing_and_says_all_that_is_wrong(
     spoilt = bad_target(
         other_pair,
         tmp_path / "shapes",
-        **{Q: None, K: np.zeros((3, 3), np.float32), "lm_head.weight": np.zeros((2, 2), np.int8)},
+        **{Q: None, K: np.zeros((3, 3), np.float32), "lm_head.weight": np.zeros((2, 2), np.int16)},
     )
     draft = tmp_path / "draft"
     shutil.copytree(other_pair.draft_path, draft)
@@ -45,7 +45,7 @@ def test_a_bad_update_changes_nothing_and_says_all_that_is_wrong(
     for part in (
         f"no tensor {Q}; expected shape",
         f"{K} has shape (3, 3); expected",
-        "lm_head.weight has dtype I8; expected",
+        "lm_head.weight has dtype I16; expected",
         "draft/model.safetensors: cannot be read",
     ):
         assert part in str(caught.value)
