@@ -81,7 +81,7 @@ class RemoteEngine(Engine):
         self.args = EngineArgs.from_mapping(arguments)
         self.config, self._limits = facts.config, facts.limits
         self._adapters = facts.adapters
-        self._intake = self._intake_from(resolve_paths(self.args))(
+        self._intake = self._intake_from(resolve_paths(self.args), find_adapter=self._find_adapter)(
             vocab_size=facts.vocab_size,
             context_length=facts.limits.pool.context_length,
             random_seed=facts.config.random_seed,

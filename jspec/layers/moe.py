@@ -20,7 +20,7 @@ from jspec.layers.norm import Residual, norm_of_sum
 from jspec.pallas_kernels.experts.api import biases_of
 from jspec.pallas_kernels.ops import Ops
 from jspec.spec.axes import DATA, EXPERT
-from jspec.spec.layers.feed_forward import MoESpec, Routing
+from jspec.spec.layers.feed_forward import DenseSpec, MoESpec, Routing
 
 
 def route(
@@ -101,16 +101,16 @@ def moe(
     if "down_bias" in experts:  # once, after the all-reduce
         out = out + biases_of(experts["down_bias"], ids, weights).astype(out.dtype)
     if spec.shared is not None:
-        out = out + _shared_output(params, x, spec=spec, shard=shard, ops=ops)
+        out = out + _shared_output(params, x, spec.shared, shard=shard, ops=ops)
     return out
 
 
 def _shared_output(
-    params: dict[str, Any], x: Float[Array, "T E"], *, spec: MoESpec, shard: Shard, ops: Ops
+    params: dict[str, Any], x: Float[Array, "T E"], spec: DenseSpec, *, shard: Shard, ops: Ops
 ) -> Float[Array, "T E"]:
-    limit = None if spec.shared is None else spec.shared.limit
-    out = gated_mlp(params["shared"], x, shard=shard, ops=ops, limit=limit)
-    return out * _share(params, x)[:, None].astype(out.dtype) if spec.shared_gate else out
+    out = gated_mlp(params["shared"], x, shard=shard, ops=ops, limit=spec.limit)
+    is_gated = "shared_gate" in params
+    return out * _share(params, x)[:, None].astype(out.dtype) if is_gated else out
 
 
 def _share(params: dict[str, Any], x: Float[Array, "T E"]) -> Float[Array, "T"]:
@@ -177,7 +177,7 @@ def moe_of_sum(
                 weights = mixed.weights.at[:, -1].set(_share(params, normed), mode="drop")
                 mixed = replace(mixed, weights=weights)
             elif spec.shared is not None and not mixed.has_shared:
-                shared = _shared_output(params, normed, spec=spec, shard=shard, ops=ops)
+                shared = _shared_output(params, normed, spec.shared, shard=shard, ops=ops)
                 mixed = replace(mixed, shared=shared)
             return Residual(x=x, delta=mixed)
     x, normed = norm_of_sum(post_norm, stream, eps=eps, ops=ops)

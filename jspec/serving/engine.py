@@ -96,7 +96,7 @@ class Engine(TextEngine):
         self.startup_seconds = time.monotonic() - started
 
     def _start(self, progress: Progress | None) -> Weights:
-        make_intake = self._intake_from(resolve_paths(self.args))
+        make_intake = self._intake_from(resolve_paths(self.args), find_adapter=self._find_adapter)
         runner, weights = self._start_runner(progress)
         self._runner, self._limits = runner, runner.limits
         self._intake = make_intake(

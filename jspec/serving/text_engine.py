@@ -30,7 +30,9 @@ class TextEngine:
     _generation: Generation
     _loop_thread: LoopThread
 
-    def _intake_from(self, paths: ModelPaths) -> Callable[..., Intake]:
+    def _intake_from(
+        self, paths: ModelPaths, *, find_adapter: Callable[[str], Adapter]
+    ) -> Callable[..., Intake]:
         """Read what turns text into requests, and return the intake without the runner's facts."""
         self._tokenizer: Tokenizer | None = None
         if not self.args.skip_tokenizer_init:
@@ -47,12 +49,8 @@ class TextEngine:
             eos_token_ids=self.eos_token_ids,
             chat_templates=templates,
             defaults=defaults,
-            find_adapter=self._find_adapter,
+            find_adapter=find_adapter,
         )
-
-    def _find_adapter(self, name: str) -> Adapter:
-        """Return a loaded adapter. Raises RequestError for any other name."""
-        raise NotImplementedError
 
     @property
     def tokenizer(self) -> Tokenizer:

@@ -23,7 +23,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float, Int
 
-from jspec.pallas_kernels.delta_rule.gpu_tree import CHANNELS, NEVER, exact_product
+from jspec.pallas_kernels.delta_rule.gpu_tree import CHANNELS, NEVER, Dims
 from jspec.pallas_kernels.delta_rule.reference import BlockPlaces, Tokens, most_blocks
 from jspec.pallas_kernels.delta_rule.tuning import ChunkTuning, choose_chunks
 
@@ -32,34 +32,15 @@ PART = 16  # rows of a system that are substituted one after the other
 LEAST_DIM = 16  # K of the smallest tensor core tile
 
 
-@dataclass(frozen=True, slots=True)
-class _Sizes:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Sizes(Dims):
     repeats: int  # value heads of a key head
-    key_dim: int
-    value_dim: int
     parts: int  # of a state, each with as many channels of keys
-    interpret: bool
-
-    @property
-    def wide_key(self) -> int:
-        return pl.next_power_of_2(self.key_dim)
-
-    @property
-    def wide_value(self) -> int:
-        return pl.next_power_of_2(self.value_dim)
 
     @property
     def some(self) -> int:
         """Channels of keys in a step of a product over them."""
         return min(CHANNELS, self.wide_key)
-
-    def barrier(self) -> None:
-        """Order a program's stores before its loads; the interpreter runs whole arrays."""
-        if not self.interpret:
-            plt.debug_barrier()
-
-    def product(self, a: jax.Array, b: jax.Array) -> jax.Array:
-        return exact_product(a, b, interpret=self.interpret)
 
 
 def serves(state: jax.Array) -> bool:

@@ -19,20 +19,42 @@ CHANNELS = 32  # channels of keys in one step of a product
 NEVER = -1e30  # the logarithm of a decay to nothing, without infinities
 
 
-@dataclass(frozen=True, slots=True)
-class Sizes:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dims:
+    """The dimensions of a head's state, and what a program does alike on a chip and interpreted."""
+
+    key_dim: int
+    value_dim: int
+    interpret: bool
+
+    @property
+    def wide_key(self) -> int:
+        return pl.next_power_of_2(self.key_dim)
+
+    @property
+    def wide_value(self) -> int:
+        return pl.next_power_of_2(self.value_dim)
+
+    def barrier(self) -> None:
+        """Order loads and stores of a program's threads; the interpreter runs whole arrays."""
+        if not self.interpret:
+            plt.debug_barrier()
+
+    def product(self, a: jax.Array, b: jax.Array) -> jax.Array:
+        return exact_product(a, b, interpret=self.interpret)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes(Dims):
     """Sizes of a layer and a step. nodes: N, padded: a power of two with N."""
 
     num_keys: int
     num_values: int
-    key_dim: int
-    value_dim: int
     window: int  # W, inputs of the convolution
     nodes: int
     padded: int
     path: int  # M
     is_chain: bool
-    interpret: bool
 
     @property
     def are_few(self) -> bool:
@@ -64,24 +86,8 @@ class Sizes:
         return pl.next_power_of_2(max(self.key_dim, self.value_dim))
 
     @property
-    def wide_key(self) -> int:
-        return pl.next_power_of_2(self.key_dim)
-
-    @property
-    def wide_value(self) -> int:
-        return pl.next_power_of_2(self.value_dim)
-
-    @property
     def wide_path(self) -> int:
         return pl.next_power_of_2(self.path)
-
-    def barrier(self) -> None:
-        """Order a program's loads before its stores; the interpreter runs whole arrays."""
-        if not self.interpret:
-            plt.debug_barrier()
-
-    def product(self, a: jax.Array, b: jax.Array) -> jax.Array:
-        return exact_product(a, b, interpret=self.interpret)
 
 
 def exact_product(a: jax.Array, b: jax.Array, *, interpret: bool) -> jax.Array:
