@@ -13,6 +13,7 @@ import ctypes
 import gc
 import os
 import re
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -116,9 +117,19 @@ def has_case(item: pytest.Item, marker: str) -> bool:
     return bool(starts) and item.name.partition("[")[2].startswith(tuple(starts))
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest deselects slow tests
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark expensive cases as slow, and run the longest files first.
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--first-cases",
+        action="store_true",
+        help="run one case of each test, and all of those that need the Hopper kernels",
+    )
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # pytest deselects slow tests within
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> Iterator[None]:
+    """Mark expensive cases as slow, run the longest files first, and do what --first-cases says.
 
     The interpreters of the kernels (pallas_kernels/test_*_gpu*.py and test_*_tpu*.py) are marked
     `kernel` and slow: who changes a kernel runs `pytest -m kernel`.
@@ -138,6 +149,25 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.slow)
     rank = {here / name: i for i, name in enumerate((*FIRST_OF, *LONG))}
     items.sort(key=lambda item: rank.get(item.path, len(rank)))
+    yield
+    if config.getoption("first_cases"):
+        keep_first_cases(config, items)
+
+
+def keep_first_cases(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect all but the first case of each test, the Hopper kernels' tests apart.
+
+    Another Python or jax fails in what a test calls, hardly in the numbers that it calls it with.
+    """
+    seen: set[str] = set()
+    kept, left = [], []
+    for item in items:
+        test = item.nodeid.partition("[")[0]
+        is_kept = test not in seen or item.get_closest_marker("mosaic_gpu") is not None
+        (kept if is_kept else left).append(item)
+        seen.add(test)
+    config.hook.pytest_deselected(items=left)
+    items[:] = kept
 
 
 @pytest.hookimpl(optionalhook=True)
