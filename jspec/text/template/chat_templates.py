@@ -48,7 +48,8 @@ class ChatTemplates:
             if stored is not None:
                 return cls._of(stored, where=directory / name, tokenizer=directory)
         config = directory / "config.json"
-        packaged = PACKAGED.get(read_object(config).get("model_type")) if config.exists() else None
+        kind = read_object(config).get("model_type") if config.exists() else None
+        packaged = PACKAGED.get(str(kind)) if kind else None
         if packaged is None:
             return None
         return cls._of({DEFAULT: read_text(packaged)}, where=packaged, tokenizer=directory)
