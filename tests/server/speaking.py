@@ -67,6 +67,7 @@ SPECIAL: Mapping[str, tuple[str, ...]] = {
     "minimax-m2": ("<|im_start|>", "<|im_end|>", "<minimax:tool_call>", "</minimax:tool_call>"),
     "deepseekv3": ("<｜User｜>", "<｜Assistant｜>", *deepseek.MARKERS),
     "deepseekv31": ("<｜User｜>", "<｜Assistant｜>", *deepseek.MARKERS),
+    "deepseekv32": ("<｜User｜>", "<｜Assistant｜>", "｜DSML｜"),
     "gpt-oss": (*gpt_oss.MARKERS, "<|constrain|>", "<|stray|>"),
 }
 TEMPLATES: Mapping[str, str] = {
@@ -76,6 +77,7 @@ TEMPLATES: Mapping[str, str] = {
     "minimax-m2": HERMES_TEMPLATE,
     "deepseekv3": HERMES_TEMPLATE,
     "deepseekv31": DEEPSEEK_TEMPLATE,
+    "deepseekv32": HERMES_TEMPLATE,
     "llama3": LLAMA_TEMPLATE,
     "mistral": MISTRAL_TEMPLATE,
     "gpt-oss": HARMONY_TEMPLATE,
@@ -96,6 +98,9 @@ CALLS: Mapping[str, str] = {
     f"```json\n{ARGUMENTS}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
     "deepseekv31": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>"
     f"{ARGUMENTS}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    "deepseekv32": '<｜DSML｜function_calls>\n<｜DSML｜invoke name="get_weather">\n'
+    '<｜DSML｜parameter name="city" string="true">Paris é</｜DSML｜parameter>\n</｜DSML｜invoke>\n'
+    "</｜DSML｜function_calls>",
     "gpt-oss": "<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>"
     f"{ARGUMENTS}<|call|>",
 }

@@ -12,6 +12,7 @@ from functools import partial
 from jspec.messages.grammar import ReasoningMarks
 from jspec.text.calls import (
     deepseek,
+    deepseek_dsml,
     gemma4,
     gpt_oss,
     hermes,
@@ -83,6 +84,7 @@ CALL_FORMATS: Mapping[str, CallFormat] = {
     ),
     "deepseekv3": CallFormat(parser=deepseek.DeepseekParser, markers=deepseek.MARKERS),
     "deepseekv31": CallFormat(parser=deepseek.Deepseek31Parser, markers=deepseek.MARKERS),
+    "deepseekv32": CallFormat(parser=deepseek_dsml.DsmlParser, markers=(deepseek_dsml.DSML,)),
     "kimi_k2": CallFormat(parser=kimi.KimiParser, markers=kimi.MARKERS),
     "gemma4": CallFormat(parser=gemma4.Gemma4Parser, markers=gemma4.MARKERS),
     GPT_OSS: CallFormat(parser=_harmony, markers=_HARMONY_MARKERS),
@@ -100,6 +102,7 @@ CALL_ALIASES: Mapping[str, str] = {
     "llama3_json": "llama3",
     "deepseek_v3": "deepseekv3",
     "deepseek_v31": "deepseekv31",
+    "deepseek_v32": "deepseekv32",
     "minimax_m2": "minimax-m2",
     "openai": GPT_OSS,
 }

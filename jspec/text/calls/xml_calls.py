@@ -1,11 +1,12 @@
-"""Tool calls with each argument between marks, of Qwen3-Coder, GLM-4.5 and MiniMax-M2.
+"""Tool calls with each argument between marks, of Qwen3-Coder, GLM-4.5, MiniMax-M2 and, in
+`deepseek_dsml`, DeepSeek-V3.2.
 
     <tool_call><function=get_weather><parameter=city>Paris</parameter></function></tool_call>
     <tool_call>get_weather<arg_key>city</arg_key><arg_value>Paris</arg_value></tool_call>
     <minimax:tool_call><invoke name="get_weather"><parameter name="city">Paris</parameter></invoke>
     </minimax:tool_call>
 
-Only the last may have several calls between its outer marks. Lines may break between marks, and
+MiniMax-M2 may have several calls between its outer marks. Lines may break between marks, and
 around a value. Values are plain text; the tool's schema determines their types (`value_of`), and
 arguments are returned as JSON.
 """
@@ -36,6 +37,8 @@ class XmlMarks:
     call_end: str  # ends the arguments
     close: str = ""  # may follow the arguments
     has_several: bool = False  # another head may follow the arguments
+    lead: str = ""  # blanks before `open` that are part of it
+    has_padded_values: bool = True  # one line break on each side of a value is no part of it
 
 
 QWEN3_CODER = XmlMarks(
@@ -114,7 +117,7 @@ class XmlCallParser(CallMachine):
     def _step(self) -> list[Event] | None:
         match self._place:
             case _Place.OUTSIDE:
-                found = self._until(self._marks.open)
+                found = self._until(self._marks.lead + self._marks.open, self._marks.open)
                 if self._raw:
                     self._place = _Place.HEAD
                 return found
@@ -162,28 +165,33 @@ class XmlCallParser(CallMachine):
             return []
         end, key = found
         self._rest = text[end:]
+        key, self._is_text = self._typed(key)
         self._schema = self._properties.get(key)
-        self._is_text, self._is_at_start = is_text(self._schema), True
+        self._is_at_start = self._marks.has_padded_values
         self._place = _Place.VALUE
         begin = ", " if self._num_values else "{"
         self._num_values += 1
         quote = '"' if self._is_text else ""
         return [CallArguments(f"{begin}{json.dumps(key, ensure_ascii=False)}: {quote}")]
 
+    def _typed(self, key: str) -> tuple[str, bool]:
+        """Return the argument's name, and whether its value is text."""
+        return key, is_text(self._properties.get(key))
+
     def _value(self) -> list[Event] | None:
         if self._is_at_start:
             self._rest, self._is_at_start = self._rest.removeprefix("\n"), False
             return []
-        mark = self._marks.value_end
+        mark, pad = self._marks.value_end, "\n" if self._marks.has_padded_values else ""
         end = self._rest.find(mark)
         if end >= 0:
-            text, self._rest = self._rest[:end].removesuffix("\n"), self._rest[end + len(mark) :]
+            text, self._rest = self._rest[:end].removesuffix(pad), self._rest[end + len(mark) :]
             self._place = _Place.BETWEEN
             said = f'{escaped(text)}"' if self._is_text else value_of(text, self._schema)
             return [CallArguments(said)]
         if not self._is_text:  # its type is known at its end
             return None
-        size = len(self._rest) - num_undecided(self._rest, (mark, f"\n{mark}"))
+        size = len(self._rest) - num_undecided(self._rest, (mark, pad + mark))
         text, self._rest = self._rest[:size], self._rest[size:]
         return [CallArguments(escaped(text))] if text else None
 

@@ -14,6 +14,8 @@ from jspec.text.template.chat_template import ChatTemplate
 
 CONFIG, JINJA, JSON = "tokenizer_config.json", "chat_template.jinja", "chat_template.json"
 MORE = "additional_chat_templates"  # a folder of NAME.jinja in JINJA's directory
+# By model_type: the package's templates, for checkpoints without one.
+PACKAGED = {"deepseek_v32": Path(__file__).with_name("deepseek_v32.jinja")}
 DEFAULT, TOOL_USE = "default", "tool_use"
 
 
@@ -30,7 +32,8 @@ class ChatTemplates:
 
     @classmethod
     def from_directory(cls, path: str | os.PathLike[str]) -> ChatTemplates | None:
-        """Load chat_template.jinja and its folder, else chat_template.json, else CONFIG."""
+        """Load chat_template.jinja and its folder, else chat_template.json, else CONFIG, else the
+        package's template for config.json's model_type."""
         directory = Path(path)
         files = {file.stem: file for file in sorted((directory / MORE).glob("*.jinja"))}
         if (directory / JINJA).exists():
@@ -44,7 +47,12 @@ class ChatTemplates:
             stored = _stored(directory / name)
             if stored is not None:
                 return cls._of(stored, where=directory / name, tokenizer=directory)
-        return None
+        config = directory / "config.json"
+        kind = read_object(config).get("model_type") if config.exists() else None
+        packaged = PACKAGED.get(str(kind)) if kind else None
+        if packaged is None:
+            return None
+        return cls._of({DEFAULT: read_text(packaged)}, where=packaged, tokenizer=directory)
 
     @classmethod
     def from_file(cls, path: str, *, tokenizer: str | os.PathLike[str]) -> ChatTemplates:

@@ -40,6 +40,7 @@ R1 = AnswerFormat(reasoning="deepseek-r1")
 DEEPSEEK = AnswerFormat(calls="deepseekv3")
 DEEPSEEK_31 = AnswerFormat(calls="deepseekv31", reasoning="qwen3")
 DEEPSEEK_R1 = AnswerFormat(calls="deepseekv3", reasoning="deepseek-r1")
+DSML = AnswerFormat(calls="deepseekv32", reasoning="qwen3")
 KIMI = AnswerFormat(calls="kimi_k2")
 GEMMA = AnswerFormat(calls="gemma4", reasoning="gemma4")
 MAGISTRAL = AnswerFormat(calls="mistral", reasoning="mistral")
@@ -58,6 +59,7 @@ STYLES = {
     "minimax-m2": MINIMAX,
     "deepseekv3": DEEPSEEK,
     "deepseekv31": DEEPSEEK_31,
+    "deepseekv32": DSML,
     "deepseekv3 and r1": DEEPSEEK_R1,
     "kimi_k2": KIMI,
     "gemma4": GEMMA,
@@ -96,6 +98,10 @@ ANALYSIS = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
 DS_ALL, DS = "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>function<｜tool▁sep｜>"
 DS_BEGIN, DS_SEP = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>"
 DS_END, DS_ALL_END = "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"
+DSML_ALL, DSML_ALL_END = "<｜DSML｜function_calls>", "</｜DSML｜function_calls>"
+DSML_F, DSML_END = '<｜DSML｜invoke name="f">', "</｜DSML｜invoke>"
+DSML_X = '<｜DSML｜parameter name="x" string="false">'
+DSML_S, DSML_VALUE_END = '<｜DSML｜parameter name="s" string="true">', "</｜DSML｜parameter>"
 KIMI_ALL, KIMI_ALL_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
 KIMI_BEGIN, KIMI_END = "<|tool_call_begin|>", "<|tool_call_end|>"
 KIMI_SEP = "<|tool_call_argument_begin|>"
@@ -158,6 +164,29 @@ CASES: list[tuple[AnswerFormat, str, list[str]]] = [
         '<parameter name="s">a < b</parameter>\n</invoke>\n<invoke name="get_weather">\n</invoke>\n'
         "</minimax:tool_call>\n",
         ['f({"x": 3, "s": "a < b"}', "get_weather({}"],
+    ),
+    (
+        DSML,
+        f"<think>Hm</think>Ok\n\n{DSML_ALL}\n{DSML_F}\n{DSML_X}3{DSML_VALUE_END}\n"
+        f'{DSML_S}\n"a" </\n{DSML_VALUE_END}\n{DSML_END}\n'
+        f'<｜DSML｜invoke name="get_weather">\n\n{DSML_END}\n{DSML_ALL_END}',
+        ["?Hm", "Ok", 'f({"x": 3, "s": "\\n\\"a\\" </\\n"}', "get_weather({}"],
+    ),
+    (  # the attribute decides; the schema (of s) keeps a number as text, as does what is no JSON
+        DSML,
+        f"{DSML_ALL}{DSML_F}"
+        + "".join(
+            f'<｜DSML｜parameter name="{name}" string="{is_text}">{value}{DSML_VALUE_END}'
+            for name, is_text, value in [
+                *(("x", "true", "3"), ("s", "false", "7"), ("on", "false", "yes")),
+                *(("any", "false", '[{"a": null}]'), ("new", "false", "1.5")),
+            ]
+        )
+        + f'<｜DSML｜parameter name="id">12{DSML_VALUE_END}{DSML_END}{DSML_ALL_END} done',
+        [
+            'f({"x": "3", "s": "7", "on": "yes", "any": [{"a": null}], "new": 1.5, "id": "12"}',
+            " done",
+        ],
     ),
     (
         GLM,
@@ -253,6 +282,11 @@ MALFORMED: list[tuple[AnswerFormat, str, list[str] | None]] = [
     (GLM, "<tool_call>nobody<arg_key>x</arg_key>", None),
     (GLM, "<tool_call>f is a function", None),
     (GLM, "<tool_call>f", None),
+    (DSML, f'a\n\n{DSML_ALL}\n<｜DSML｜invoke name="nobody">\n{DSML_END}', None),
+    (DSML, "a\n\n<｜DSML｜function_ca", None),
+    (DSML, f"\n\n{DSML_ALL} and", None),
+    (DSML, f"a\n{DSML_ALL}{DSML_F}{DSML_S}cut", ["a\n", 'f({"s": "cut']),
+    (DSML, f"{DSML_ALL}{DSML_F}{DSML_X}1{DSML_VALUE_END} so", ['f({"x": 1', " so"]),
     (DEEPSEEK, f"{DS_ALL}{DS}nobody\n```json\n{{}}\n```", None),
     (DEEPSEEK, f"{DS_ALL} and then", None),
     (DEEPSEEK, f"{DS}f\njson{{}}", None),
@@ -305,6 +339,8 @@ PARTS = st.sampled_from(
         *("<tool_call>", "</tool_call>", "<think>", "</think>", "<|python_tag|>", "[TOOL_CALLS]"),
         *("<function=f>", "<parameter=s>", "<parameter=x>", "</parameter>", "</function>"),
         *(DS_ALL, DS, DS[:21], DS_BEGIN, DS_SEP, DS_END, DS_ALL_END, "```json", "```"),
+        *(DSML_ALL, f"\n\n{DSML_ALL}{DSML_F}", DSML_F, DSML_X, DSML_S, DSML_S[:12]),
+        *(DSML_VALUE_END, DSML_END, DSML_ALL_END, "\n\n"),
         *(KIMI_ALL, KIMI_BEGIN, "functions.f:", "1", KIMI_SEP, KIMI_SEP[:9], KIMI_END),
         *(
             "<|tool_call>",
@@ -354,7 +390,14 @@ def test_no_split_of_the_text_makes_a_difference(name: str, text: str, sizes: li
     st.sampled_from(
         [
             *("qwen", "llama3", "mistral", "forced", "qwen3_coder", "glm45", "minimax-m2"),
-            *("deepseekv3", "deepseekv31", "kimi_k2", "gemma4", "mistral, reasoning"),
+            *(
+                "deepseekv3",
+                "deepseekv31",
+                "deepseekv32",
+                "kimi_k2",
+                "gemma4",
+                "mistral, reasoning",
+            ),
         ]
     ),
     TEXTS,
@@ -371,6 +414,8 @@ def test_no_word_is_lost(name: str, text: str) -> None:
 HOLDS = [
     (QWEN, "a < b", "a < b"),
     (QWEN, "a <tool_", "a "),
+    (DSML, "a\n\n", "a"),
+    (DSML, f"{DSML_ALL}{DSML_F}{DSML_S}long\n", '{"s": "long\\n'),
     (LLAMA, "Hi {", "Hi {"),
     (GPT_OSS, "<|channel|>final<|message|>a <|b", "a <|b"),
     (GPT_OSS, "<|channel|>final<|message|>a <|en", "a "),
