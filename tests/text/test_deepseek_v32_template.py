@@ -94,7 +94,7 @@ def test_calls_and_results_without_thinking(templates: ChatTemplates) -> None:
 
 
 def test_thinking_goes_on_after_results(templates: ChatTemplates) -> None:
-    """What the model thought since the user's message stays, also between calls."""
+    """Reasoning since the last user message is rendered, also between calls."""
     text = render(templates, USER, CALLS, *RESULTS, thinking=True)
     head = f"{BOS}<｜User｜>Go<｜Assistant｜>"
     assert text == f"{head}<think>Hm</think>Ok{CALLED}{EOS}{RESULTED}<think>"

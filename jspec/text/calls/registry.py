@@ -12,7 +12,6 @@ from functools import partial
 from jspec.messages.grammar import ReasoningMarks
 from jspec.text.calls import (
     deepseek,
-    deepseek_dsml,
     gemma4,
     gpt_oss,
     hermes,
@@ -84,7 +83,10 @@ CALL_FORMATS: Mapping[str, CallFormat] = {
     ),
     "deepseekv3": CallFormat(parser=deepseek.DeepseekParser, markers=deepseek.MARKERS),
     "deepseekv31": CallFormat(parser=deepseek.Deepseek31Parser, markers=deepseek.MARKERS),
-    "deepseekv32": CallFormat(parser=deepseek_dsml.DsmlParser, markers=(deepseek_dsml.DSML,)),
+    "deepseekv32": CallFormat(
+        parser=partial(xml_calls.XmlCallParser, marks=xml_calls.DEEPSEEK_V32),
+        markers=(xml_calls.DSML,),
+    ),
     "kimi_k2": CallFormat(parser=kimi.KimiParser, markers=kimi.MARKERS),
     "gemma4": CallFormat(parser=gemma4.Gemma4Parser, markers=gemma4.MARKERS),
     GPT_OSS: CallFormat(parser=_harmony, markers=_HARMONY_MARKERS),

@@ -1,14 +1,18 @@
-"""Tool calls with each argument between marks, of Qwen3-Coder, GLM-4.5, MiniMax-M2 and, in
-`deepseek_dsml`, DeepSeek-V3.2.
+"""Tool calls with each argument between marks, of Qwen3-Coder, GLM-4.5, MiniMax-M2 and
+DeepSeek-V3.2.
 
     <tool_call><function=get_weather><parameter=city>Paris</parameter></function></tool_call>
     <tool_call>get_weather<arg_key>city</arg_key><arg_value>Paris</arg_value></tool_call>
     <minimax:tool_call><invoke name="get_weather"><parameter name="city">Paris</parameter></invoke>
     </minimax:tool_call>
+    <｜DSML｜function_calls><｜DSML｜invoke name="get_weather"><｜DSML｜parameter name="city"
+    string="true">Paris</｜DSML｜parameter></｜DSML｜invoke></｜DSML｜function_calls>
 
-MiniMax-M2 may have several calls between its outer marks. Lines may break between marks, and
-around a value. Values are plain text; the tool's schema determines their types (`value_of`), and
-arguments are returned as JSON.
+The last two may have several calls between their outer marks. Lines may break between marks and,
+but for DeepSeek's, around a value. Values are plain text; the tool's schema determines their types
+(`value_of`), and arguments are returned as JSON. DeepSeek says with each value whether it is text
+or JSON, and the empty line before its block is part of the block (source: the checkpoint's
+encoding/encoding_dsv32.py).
 """
 
 from __future__ import annotations
@@ -26,6 +30,8 @@ from jspec.text.calls.machine import CallMachine, num_undecided
 
 NAME = ""  # in a head: characters that are not part of a mark
 _NAME = re.compile(r"[^<>\n]+")
+# A name with its type; `read_head` has removed the quotes around the whole.
+_TYPED = re.compile(r'([^"]+)"\s+string="(true|false)')
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +45,7 @@ class XmlMarks:
     has_several: bool = False  # another head may follow the arguments
     lead: str = ""  # blanks before `open` that are part of it
     has_padded_values: bool = True  # one line break on each side of a value is no part of it
+    has_types: bool = False  # string="true" or "false" after an argument's name: text or JSON
 
 
 QWEN3_CODER = XmlMarks(
@@ -66,6 +73,19 @@ MINIMAX = XmlMarks(
     call_end="</invoke>",
     close="</minimax:tool_call>",
     has_several=True,
+)
+DSML = "｜DSML｜"
+DEEPSEEK_V32 = XmlMarks(
+    open=f"<{DSML}function_calls>",
+    head=(f"<{DSML}invoke name=", NAME, ">"),
+    key=(f"<{DSML}parameter name=", NAME, ">"),
+    value_end=f"</{DSML}parameter>",
+    call_end=f"</{DSML}invoke>",
+    close=f"</{DSML}function_calls>",
+    has_several=True,
+    lead="\n\n",
+    has_padded_values=False,
+    has_types=True,
 )
 
 
@@ -176,6 +196,9 @@ class XmlCallParser(CallMachine):
 
     def _typed(self, key: str) -> tuple[str, bool]:
         """Return the argument's name, and whether its value is text."""
+        found = _TYPED.fullmatch(key) if self._marks.has_types else None
+        if found is not None:
+            return found[1], found[2] == "true"
         return key, is_text(self._properties.get(key))
 
     def _value(self) -> list[Event] | None:
