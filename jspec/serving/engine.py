@@ -40,7 +40,8 @@ from jspec.serving.gathering import to_its_end
 from jspec.serving.generation import Generation
 from jspec.serving.live_weights import LiveWeights
 from jspec.serving.loop import EngineLoop
-from jspec.serving.loop_thread import LoopThread, forwarded, mirrored
+from jspec.serving.loop_thread import LoopThread
+from jspec.serving.method_forms import forwarded, mirrored
 from jspec.serving.submission import Preparation, Submission
 from jspec.serving.text_engine import TextEngine
 from jspec.serving.trace import TraceEvent

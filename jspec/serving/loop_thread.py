@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator
 from concurrent import futures
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast
+from typing import Any, TypeVar
 
 from jspec.errors import EngineClosedError, RequestError
 
 T = TypeVar("T")
-S = TypeVar("S")
-R = TypeVar("R")
-P = ParamSpec("P")
-E = TypeVar("E", bound="OnLoopThread")
 # Seconds that work may take to end when the loop stops, or after it is cancelled.
 PATIENCE = 5.0
 WOULD_BLOCK = (
@@ -183,37 +178,6 @@ async def _drain_and_stop() -> None:
         await asyncio.gather(*late, return_exceptions=True)
     loop = asyncio.get_running_loop()
     loop.call_soon(loop.stop)  # after the callbacks that notify callers of finished tasks
-
-
-class OnLoopThread(Protocol):
-    _loop_thread: LoopThread
-
-
-def mirrored(
-    call: Callable[Concatenate[E, P], Coroutine[Any, Any, R]],
-) -> Callable[Concatenate[E, P], R]:
-    """Return the synchronous form of a method `async_...`; generators become iterators."""
-    name = call.__name__.removeprefix("async_")
-
-    @functools.wraps(call)
-    def run(self: E, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        thread = self._loop_thread
-        thread.start_thread()
-        found: Any = thread.run(call(self, *args, **kwargs))
-        if isinstance(found, AsyncGenerator):
-            found = thread.iterate(found)
-        return cast(R, found)
-
-    run.__name__, run.__qualname__ = name, name
-    return run
-
-
-def forwarded(part: str, call: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[Any, P], R]:
-    @functools.wraps(call)
-    def forward(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        return call(getattr(self, part), *args, **kwargs)
-
-    return forward
 
 
 async def next_or_none(stream: AsyncIterator[T]) -> T | None:

@@ -13,7 +13,8 @@ from jspec.messages.adapter import Adapter
 from jspec.messages.request import Request
 from jspec.models.files.checkpoint import load_sampling_defaults
 from jspec.serving.generation import Generation
-from jspec.serving.loop_thread import LoopThread, forwarded, mirrored
+from jspec.serving.loop_thread import LoopThread
+from jspec.serving.method_forms import forwarded, mirrored
 from jspec.text.calls.tools import check_tools
 from jspec.text.intake import NO_TOKENIZER, Ids, Intake, Params, Prompt
 from jspec.text.template.chat_templates import ChatTemplates
