@@ -49,7 +49,9 @@ LAYERS = 2
 CI = fewest(LAYERS)
 # The cheapest: a block's forward without a tree.
 CI_BLOCK = next(job for job in blocks() if (job.drafter, job.shape) == ("dflash", "7/1/8"))
-TIMEOUT = 300.0  # seconds of one process; alone on two cores a program takes 5 to 20
+# Seconds of one process. Alone on two cores a program takes 5 to 20, gpt-oss sampling on slow ones
+# beside another suite 300: one that is ended begins again.
+TIMEOUT = 600.0
 
 needs_compiler = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="the TPU compiler (libtpu) is not installed"

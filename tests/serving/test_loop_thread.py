@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from jspec.errors import EngineClosedError, RequestError
-from jspec.serving.loop_thread import LoopThread, forwarded, mirrored
+from jspec.serving.loop_thread import LoopThread
+from jspec.serving.method_forms import forwarded, mirrored
 from tests.support.interruption import interruption
 
 
