@@ -49,8 +49,8 @@ LAYERS = 2
 CI = fewest(LAYERS)
 # The cheapest: a block's forward without a tree.
 CI_BLOCK = next(job for job in blocks() if (job.drafter, job.shape) == ("dflash", "7/1/8"))
-# Seconds of one process. Alone on two cores a program takes 5 to 20, gpt-oss sampling on slow ones
-# beside another suite 300: one that is ended begins again.
+# Seconds of one process, after which it begins again. On slow cores beside two suites a program
+# took 170.
 TIMEOUT = 600.0
 
 needs_compiler = pytest.mark.skipif(

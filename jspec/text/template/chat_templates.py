@@ -49,10 +49,10 @@ class ChatTemplates:
                 return cls._of(stored, where=directory / name, tokenizer=directory)
         config = directory / "config.json"
         kind = read_object(config).get("model_type") if config.exists() else None
-        packaged = PACKAGED.get(str(kind)) if kind else None
-        if packaged is None:
+        own = PACKAGED.get(str(kind))
+        if own is None:
             return None
-        return cls._of({DEFAULT: read_text(packaged)}, where=packaged, tokenizer=directory)
+        return cls._of({DEFAULT: read_text(own)}, where=own, tokenizer=directory)
 
     @classmethod
     def from_file(cls, path: str, *, tokenizer: str | os.PathLike[str]) -> ChatTemplates:
