@@ -13,7 +13,9 @@ drafts, lookup), and block drafters of five layers as chains and trees. The floo
 (benchmarks.floors) is what target and drafter read, or multiply where that takes longer; with
 plain, chain and tree, which also serve MoEs, it is the bytes of the target alone. Of several
 devices (--engine tp_size=2) each has its share, and what they exchange is not counted. --parts also
-times the drafter's two halves alone. A mode has one start for all of its batches.
+times the drafter's two halves alone, --trace the largest kernels of a step (with
+XLA_FLAGS=--xla_gpu_enable_command_buffer= each has its name). A mode has one start for all of its
+batches.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ from benchmarks.floors import Rows, draft_floor, target_floor
 from benchmarks.h200_table import describe_error, engine_arguments, target_floor_ms
 from benchmarks.step_parts import advance_part, propose_part
 from benchmarks.step_profile import Bench, compiled, engine_step_ms, prepare, step_of, whole_step
-from benchmarks.step_timing import part_ms
+from benchmarks.step_timing import largest_kernels, part_ms
 from benchmarks.workloads import DRAFTERS, MODES, WORKLOADS, Workload
 from jspec.engine.programs.compilation import compiler_options
 from jspec.engine.steps.step_def import ProgramKey
@@ -65,9 +67,9 @@ def floor_of(bench: Bench, batch: int) -> Cell:
     return {name: round(ms / bench.mesh.size, 4) for name, ms in named.items()}
 
 
-def measure(bench: Bench, mode: str, batch: int) -> Cell:
-    """Measure one cell without its parts."""
-    device, _ = whole_step(bench, batch)
+def measure(bench: Bench, mode: str, batch: int, *, trace: bool) -> Cell:
+    """Measure one cell without its parts. trace: list the largest kernels, too."""
+    device, run = whole_step(bench, batch)
     through = engine_step_ms(bench, batch)
     if mode in DRAFTERS:
         floor = floor_of(bench, batch)
@@ -81,6 +83,7 @@ def measure(bench: Bench, mode: str, batch: int) -> Cell:
         "floor": floor,
         "share": round(floor["ms"] / through, 4),
         "tokens_per_second": round(1e3 * batch * accepted / through, 1),
+        **({"kernels": largest_kernels(run)} if trace else {}),
     }
 
 
@@ -130,7 +133,7 @@ def run_mode(
                 put(name, {"error": "out of time"})
                 continue
             try:
-                cell = measure(bench, mode, batch)
+                cell = measure(bench, mode, batch, trace=options.trace)
                 put(name, cell)
                 if is_wanted(options.parts, mode, batch):
                     put(name, {**cell, "parts": draft_parts(bench, batch)})
@@ -162,6 +165,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--model", choices=sorted(WORKLOADS), default="llama-3.1-8b")
     parser.add_argument("--cells", nargs="+", default=["*"], metavar="MODE/B")
     parser.add_argument("--parts", nargs="+", default=[], metavar="DRAFTER/B")
+    parser.add_argument("--trace", action="store_true", help="list the largest kernels too")
     parser.add_argument("--seconds", type=float, default=540.0, help="no cell starts after this")
     parser.add_argument("--engine", action="append", default=[], metavar="NAME=VALUE")
     parser.add_argument("--output", type=Path)

@@ -20,7 +20,6 @@ import math
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
@@ -39,6 +38,7 @@ from benchmarks.environment import write_result
 from benchmarks.floors import experts_touched
 from benchmarks.h200_table import describe_error
 from benchmarks.step_profile import Bench, prepare, whole_step
+from benchmarks.step_timing import largest_kernels
 from benchmarks.timing import FLOPS_PER_SECOND, READ_BYTES_PER_SECOND
 from benchmarks.workloads import MODES, QWEN3_5_9B_JSON
 from jspec.engine.programs.compilation import compile_all
@@ -259,28 +259,6 @@ def floor_ms(bench: Bench, batch: int) -> dict[str, float]:
             how = {"dtype": dtype, "tokens": count, "head_tokens": scored}
             found["draft"] += weights_ms(drafter.table, own, **how) + read
     return {name: round(ms, 4) for name, ms in {"ms": sum(found.values()), **found}.items()}
-
-
-def largest_kernels(run: Callable[[int], None], *, count: int = 30) -> list[Any]:
-    """Return [milliseconds per step, launches per step, kernel] from a trace of five steps."""
-    sums: Counter[str] = Counter()
-    launches: Counter[str] = Counter()
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
-            run(5)
-        (path,) = Path(folder).rglob("*.xplane.pb")
-        for plane in jax.profiler.ProfileData.from_file(str(path)).planes:
-            if not plane.name.startswith("/device:"):
-                continue
-            for line in plane.lines:
-                if not line.name.startswith("Stream"):
-                    continue
-                for event in line.events:
-                    sums[event.name] += event.duration_ns
-                    launches[event.name] += 1
-    return [
-        [round(ns / 5e6, 4), launches[name] / 5, name[:120]] for name, ns in sums.most_common(count)
-    ] + [[round(sum(sums.values()) / 5e6, 4), sum(launches.values()) / 5, "all"]]
 
 
 def decode_programs(bench: Bench) -> Bench:

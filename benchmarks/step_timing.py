@@ -65,6 +65,28 @@ def call_seconds() -> float:
     return statistics.median(times)
 
 
+def largest_kernels(run: Callable[[int], None], *, count: int = 30) -> list[Any]:
+    """Return [milliseconds per step, launches per step, kernel] from a trace of five steps."""
+    sums: Counter[str] = Counter()
+    launches: Counter[str] = Counter()
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            run(5)
+        (path,) = Path(folder).rglob("*.xplane.pb")
+        for plane in jax.profiler.ProfileData.from_file(str(path)).planes:
+            if not plane.name.startswith("/device:"):
+                continue
+            for line in plane.lines:
+                if not line.name.startswith("Stream"):
+                    continue
+                for event in line.events:
+                    sums[event.name] += event.duration_ns
+                    launches[event.name] += 1
+    return [
+        [round(ns / 5e6, 4), launches[name] / 5, name[:120]] for name, ns in sums.most_common(count)
+    ] + [[round(sum(sums.values()) / 5e6, 4), sum(launches.values()) / 5, "all"]]
+
+
 def largest_operations(text: str, run: Callable[[int], None], *, count: int = 25) -> list[Any]:
     """Return [milliseconds per step, operation, its source] from a trace of five steps. text: the
     compiled program, with the source of each operation. run: n steps.
