@@ -21,6 +21,7 @@ from jspec.spec.weight_format import INT8
 
 ROWS, INPUTS, OUTPUTS = 6, 200, 48
 product = jax.jit(partial(Ops.product, Ops()))
+int8_product_of = partial(int8_product, out_dtype=jnp.float32)
 
 
 def random_weight(seed: int) -> INT8Weight:
@@ -59,6 +60,17 @@ def test_sums_of_more_than_sixteen_bits_are_exact() -> None:
     weight = INT8Weight(codes=jnp.full((5000, 2), -128, jnp.int8), scales=jnp.ones(2))
     found = product(jnp.full((1, 5000), 127.0), weight)
     np.testing.assert_allclose(found, np.full((1, 2), -128 * 127 * 5000), rtol=1e-6)
+
+
+def test_one_token_is_multiplied_as_eight_which_matrix_units_take() -> None:
+    weight, x = random_weight(3), tokens(4)
+    np.testing.assert_array_equal(product(x[:1], weight), product(x, weight)[:1])
+    shapes = [
+        equation.invars[0].aval.shape
+        for equation in jax.make_jaxpr(int8_product_of)(x[:1], weight).eqns
+        if equation.primitive.name == "dot_general"
+    ]
+    assert shapes == [(8, INPUTS)]
 
 
 def test_rounding_is_to_the_nearest_code_and_to_even() -> None:

@@ -18,6 +18,10 @@ from jaxtyping import Array, Float, Int8
 from jspec.device.int8 import INT8Weight, codes_of, largest_of, scales_of
 from jspec.spec.axes import MeshAxis
 
+# Tokens are padded to a multiple. Without matrix units, as XLA multiplies one token on GPUs, a
+# plain step of an 8B model takes 52.5 ms on an H200; one of eight rows takes 3.3.
+TOKENS = 8
+
 
 def quantize(
     x: Float[Array, "M K"], *, axis: MeshAxis | None = None
@@ -42,6 +46,8 @@ def int8_product(
     """Return x @ weight with quantized activations. axis: as in `quantize`; the result is the
     shard's summand."""
     codes, scales = quantize(x.reshape(-1, x.shape[-1]), axis=axis)
-    sums = jax.lax.dot(codes, weight.codes, preferred_element_type=jnp.int32)
+    num_tokens = codes.shape[0]
+    codes = jnp.pad(codes, ((0, -num_tokens % TOKENS), (0, 0)))
+    sums = jax.lax.dot(codes, weight.codes, preferred_element_type=jnp.int32)[:num_tokens]
     out = sums.astype(jnp.float32) * scales * weight.scales
     return out.astype(out_dtype).reshape(*x.shape[:-1], -1)
