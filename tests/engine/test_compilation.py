@@ -66,7 +66,8 @@ def test_the_tokens_of_a_gpu_step_choose_its_products(
     assert options.get("xla_gpu_enable_triton_gemm", True) is has_triton
     passes = options["xla_disable_hlo_passes"].split(",")
     assert passes[0] == "rematerialization"
-    assert passes[1:] == (["dot-strength-reduction"] if kind is StepKind.DECODE else [])
+    of_decoding = ["dot-strength-reduction", "dot-merger"]
+    assert passes[1:] == (of_decoding if kind is StepKind.DECODE else [])
 
 
 @pytest.mark.parametrize(
@@ -100,12 +101,10 @@ def test_only_a_v5e_sums_while_it_multiplies(device_kind: str, *, is_async: bool
     assert [ops.sums_halves(down, shards) for shards in (1, 4)] == [False, is_async]
 
 
-@pytest.mark.parametrize("is_recurrent", [False, True])
-def test_a_gpu_without_the_kernels_keeps_its_products(is_recurrent: bool) -> None:
+def test_a_gpu_without_the_kernels_keeps_its_products() -> None:
     key = ProgramKey(StepKind.DECODE, 64, PLAIN)
-    how: Any = {"platform": "gpu", "ops": OPS["xla"], "is_recurrent": is_recurrent}
-    options = compiler_options(key, limits_of("0/1/1"), **how)
-    passes = "rematerialization,dot-strength-reduction" + is_recurrent * ",dot-merger"
+    options = compiler_options(key, limits_of("0/1/1"), platform="gpu", ops=OPS["xla"])
+    passes = "rematerialization,dot-strength-reduction,dot-merger"
     assert options == {"xla_disable_hlo_passes": passes}
 
 
