@@ -24,7 +24,7 @@ from jax.experimental import topologies
 from jax.experimental.layout import Format, Layout
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jspec.pallas_kernels.gated_mlp.gpu import DEFAULT, FEW, HALVED, NARROW, gated_product
+from jspec.pallas_kernels.gated_mlp.gpu import DEFAULT, FEW, NARROW, gated_product
 from jspec.pallas_kernels.gated_mlp.gpu_few import MORE, ONE, SEVERAL, few_gated_product
 from jspec.pallas_kernels.gated_mlp.tuning import Layout as WeightLayout
 from jspec.pallas_kernels.gated_mlp.tuning import Shared
@@ -36,7 +36,7 @@ PROGRAMS = (
     (8192, DEFAULT),
     (1024, replace(DEFAULT, cluster=1)),
     (256, NARROW),
-    (256, HALVED),
+    (256, replace(NARROW, tile_n=64, piece=32)),
     (64, FEW),
     (16, FEW),
     (2048, replace(DEFAULT, cluster=2, shared=Shared.TOKENS)),

@@ -22,7 +22,6 @@ from jspec.pallas_kernels.gated_mlp import gpu as gated_matmul_gpu
 from jspec.pallas_kernels.gated_mlp.gpu import (
     DEFAULT,
     FEW,
-    HALVED,
     LEAST_FEW,
     LEAST_TOKENS,
     MOST_FEW,
@@ -64,6 +63,9 @@ BY_HAND = (
     *("by columns, alone", "deep ring"),
 )
 K, N = LLAMA_3_1_8B.widths
+# Tokens, columns of a result, and the tile's columns and piece: of Qwen3-8B, of half of
+# Llama-3.1-8B, and of 25,600 columns, which as tiles of 128 are four turns and a bit.
+WIDTHS = ((64, 12288, 96, 32), (256, 12288, 96, 32), (128, N // 2, 64, 32), (256, 25600, 80, 16))
 
 
 def operands(m: int, k: int, columns: int) -> tuple[jax.Array, jax.Array]:
@@ -243,10 +245,13 @@ def test_a_layer_gets_the_program_for_its_tokens() -> None:
         assert chosen(m, of_prompts=True) == (programs if has_mosaic_gpu() else [None, None]), m
     of_eight_shards = chosen(8192, n2=2 * N // 8)
     assert of_eight_shards == ([DEFAULT, turned] if has_mosaic_gpu() else [None, None])
-    of_four_shards = chosen(256, n2=2 * N // 4)  # 2 x 32 tiles of 128 tokens: half of the chip
-    assert of_four_shards == [None, HALVED if has_mosaic_gpu() else None]
+    assert chosen(256, n2=2 * N // 4) == [None, None]  # of four shards: XLA is faster
+    for m, width, tile_n, piece in WIDTHS:
+        found = chosen(m, n2=2 * width)[1]
+        assert found is None or (found.tile_n, found.piece) == (tile_n, piece), (m, width)
+        assert has_mosaic_gpu() == (found is not None)
     assert chosen(20) == [None, None]  # no whole eights: two copies more
-    assert chosen(32, n2=N) == [None, None]  # 64 tiles are too few
+    assert chosen(32, n2=2 * 17408) == [None, None]  # 136 tiles of 128 are two turns
     assert chosen(32, k=8192, n2=4 * N) == [None, None]  # 256 are two turns
     assert chosen(8192, dtype=jnp.float32) == [None, None]
     assert chosen(8192, k=K + 32) == [None, None]

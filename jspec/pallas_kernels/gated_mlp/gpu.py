@@ -21,7 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 from jaxtyping import Array, BFloat16
 
-from jspec.pallas_kernels.gated_mlp.tuning import GatedTuning, Layout, Shared
+from jspec.pallas_kernels.gated_mlp.tuning import NUM_BLOCKS, GatedTuning, Layout, Shared
 from jspec.pallas_kernels.hopper import (
     MEMBER,
     SWIZZLE,
@@ -36,13 +36,10 @@ from jspec.pallas_kernels.hopper import (
 )
 
 DEFAULT = GatedTuning(piece=64)
-# 256 tokens of an 8B target make 2 x 112 default tiles: two waves of 132 multiprocessors, 85% full;
-# with 112 columns they make 2 x 128 tiles, 97%. Only OUT_IN allows this split. With pieces of 16 an
-# overlapped epilogue would spill registers.
+# For up to MOST_NARROW tokens, tiles are as wide as fills the multiprocessors: 256 tokens of 14,336
+# columns make 2 x 112 default tiles, two waves of 132 that are 85% full, and with 112 columns 2 x
+# 128 tiles, 97%. Only OUT_IN allows such widths.
 NARROW = GatedTuning(tile_n=112, piece=16, overlaps=False, layout=Layout.OUT_IN)
-# One of four shards has 2 x 32 of these tiles, which leaves half of the chip idle; tiles of half
-# the tokens fill it.
-HALVED = replace(NARROW, tile_m=64, num_consumers=1)
 # Up to MOST_FEW tokens, time is one read of the weights: all shared memory holds bytes in flight,
 # 256 contiguous, with one wide tile per multiprocessor.
 FEW = GatedTuning(
@@ -56,6 +53,8 @@ FEW = GatedTuning(
     cluster=1,
     layout=Layout.OUT_IN,
 )
+TILE_COST = 32  # in columns: copying a tile's tokens and writing its results
+LEAST_DECODED = 1 << 25  # numbers of a weight: a decode step multiplies smaller ones by XLA
 # The kernel speeds up decode steps from these token counts on. Prefill uses it from 128 tokens with
 # either layout: all layouts and tiles sum in the same order, so K and V of a prompt are equal in
 # engines with and without speculation.
@@ -69,19 +68,40 @@ def choose_gated(
     """Return the tuning for [m, k] @ [k, n2], None for XLA. column_major: stored as [n2, k]."""
     if not has_mosaic_gpu() or jnp.dtype(dtype) != jnp.bfloat16:
         return None
+    width = n2 // 2
+    if not of_prompts and m <= MOST_NARROW and k * n2 <= LEAST_DECODED:
+        return None
     if column_major and not of_prompts and LEAST_FEW <= m <= MOST_FEW:
-        fits = m % 8 == 0 and FEW.problem(m, k, n2) is None and FEW.fills_one_turn(n2)
-        return FEW if fits else None
+        few = of_width(FEW, fullest(1, width))
+        fits = m % 8 == 0 and few.problem(m, k, n2) is None and few.fills_one_turn(n2)
+        return few if fits else None
     least = LEAST_TOKENS_BY_COLUMNS if column_major else LEAST_TOKENS
     if m < (LEAST_TOKENS_OF_PROMPTS if of_prompts else least):
         return None
     tuning = replace(DEFAULT, layout=Layout.OUT_IN if column_major else Layout.IN_OUT)
-    if column_major and m <= MOST_NARROW and NARROW.problem(m, k, n2) is None:
-        tuning = HALVED if NARROW.num_tiles(m, n2) <= NARROW.num_blocks // 2 else NARROW
+    if column_major and m <= MOST_NARROW:
+        narrow = of_width(NARROW, fullest(-(-m // NARROW.tile_m), width))
+        if narrow.tile_n < DEFAULT.tile_n and narrow.problem(m, k, n2) is None:
+            tuning = narrow
     if m % (tuning.tile_m * tuning.cluster) != 0:
         tuning = replace(tuning, cluster=1)
     fits = m % tuning.tile_m == 0 and tuning.problem(m, k, n2) is None
     return tuning if fits else None
+
+
+def fullest(rows: int, width: int) -> int:
+    """Return the columns of a tile with which `rows` tiles down, over a result's `width`, have the
+    least columns per multiprocessor."""
+
+    def busy(n: int) -> int:
+        return -(-rows * width // (n * NUM_BLOCKS)) * (n + TILE_COST)
+
+    found = [n for n in range(DEFAULT.tile_n, 0, -16) if width % n == 0]
+    return min(found, key=busy, default=DEFAULT.tile_n)
+
+
+def of_width(tuning: GatedTuning, tile_n: int) -> GatedTuning:
+    return replace(tuning, tile_n=tile_n, piece=16 if tile_n % 32 else 32)
 
 
 def gated_product(
