@@ -1,9 +1,8 @@
 """MoE routing on an NVIDIA GPU (Triton): router product, top-k, weights; for few tokens the norm.
 
-The product is split along the inputs, and `choose` sums the shares. An expert's rank is the number
-of experts ahead of it, and the lower index wins ties, as in lax.top_k: the ids are k distinct
-experts, even if logits are not finite. Rounding is that of XLA; weights and a sigmoid's logits are
-in float32.
+The product is split along the inputs, and `choose` sums the shares. The best expert is taken k
+times, and the lower index wins ties, as in lax.top_k: the ids are k distinct experts, even if
+logits are not finite. Rounding is that of XLA; weights and a sigmoid's logits are in float32.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float, Int
 
-from jspec.pallas_kernels.experts.tuning import RANKED_IN_PLACE
 from jspec.spec.layers.feed_forward import MoESpec, Routing
 
 SLICE = 256  # inputs of the router per program
@@ -162,11 +160,6 @@ def rule_of(router: Mapping[str, jax.Array], spec: MoESpec, *, dtype: Any) -> di
     }
 
 
-def warps_of(num_experts: int) -> int:
-    """Return warps that compare all pairs of experts with little left for each thread."""
-    return 4 if num_experts <= RANKED_IN_PLACE else 8
-
-
 def choose(
     shares: Float[Array, "S T X"],
     bias: Float[Array, "X"] | None,
@@ -197,7 +190,7 @@ def choose(
         ),
         grid=(num_tokens,),
         out_shape=tuple(jax.ShapeDtypeStruct(shape, kind) for kind in (jnp.int32, jnp.float32)),
-        compiler_params=plt.CompilerParams(num_warps=warps_of(shares.shape[2]), num_stages=1),
+        compiler_params=plt.CompilerParams(num_warps=1, num_stages=1),
         interpret=interpret,
         name="experts_choose",
     )(shares, *(part for part in (bias, router_bias) if part is not None))
@@ -266,7 +259,7 @@ def ranked(
     if router_bias_ref:
         power = jnp.where(is_expert, 1.0 / (1.0 + jnp.exp(-scores)), 0.0)
         router_bias = plt.load(router_bias_ref[0].at[expert], mask=is_expert, other=0.0)
-        rank = _rank(power + router_bias.astype(jnp.float32), is_expert)
+        rank = _rank(power + router_bias.astype(jnp.float32), is_expert, top_k=top_k)
         if routing is Routing.SIGMOID_THEN_TOP_NORMALIZED:
             power = power / (jnp.sum(jnp.where(rank < top_k, power, 0.0)) + 1e-20)
         return rank, power * weight_scale
@@ -277,23 +270,27 @@ def ranked(
     else:
         power = power / jnp.sum(power)
         height = power
-    rank = _rank(height, is_expert)
+    rank = _rank(height, is_expert, top_k=top_k)
     if routing is not Routing.SOFTMAX_THEN_TOP:
         power = power / jnp.sum(jnp.where(rank < top_k, power, 0.0))
     return rank, power
 
 
-def _rank(height: jax.Array, is_expert: jax.Array) -> jax.Array:
-    """Count entries that are higher, or equal before it; NaN first: [1 3 NaN 3] -> [3 1 0 2]."""
+def _rank(height: jax.Array, is_expert: jax.Array, *, top_k: int) -> jax.Array:
+    """Return each entry's place among the K highest, K for others. Equal ones are in the order of
+    their indices, NaN are first: [1 3 NaN 3], K = 3 -> [3 1 0 2]."""
     bits = lax.bitcast_convert_type(height, jnp.int32)
     key = jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)  # in the order of the floats
     # One key for all NaN: the sign of a NaN may differ when it is recomputed.
     key = jnp.where(height != height, HIGHEST, key)
     key = jnp.where(is_expert, key, LOWEST)
     index = jnp.arange(height.shape[0], dtype=jnp.int32)
-    is_before = index[None] < index[:, None]
-    is_ahead = (key[None] > key[:, None]) | ((key[None] == key[:, None]) & is_before)
-    return jnp.sum(is_ahead.astype(jnp.int32), axis=1)
+    rank = jnp.full(height.shape, top_k, jnp.int32)
+    for place in range(top_k):
+        is_best = index == jnp.argmax(key)
+        rank = jnp.where(is_best, place, rank)
+        key = jnp.where(is_best, LOWEST, key)
+    return rank
 
 
 def at_rank(place: jax.Array, rank: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
