@@ -424,21 +424,21 @@ def sample(shape: ModelShape, *, batch: int, nodes: int, temperature: float) -> 
     return Case(make=make, run=pure(run), num_bytes=4 * batch * nodes * V, worst=1e-6)
 
 
-def rank(shape: ModelShape, *, batch: int, temperature: float) -> Case:
-    """A chain's best candidate of the draft's vocabulary, here the target's."""
+def rank(shape: ModelShape, *, batch: int, topk: int, temperature: float) -> Case:
+    """The best candidates of a level's nodes over the draft's vocabulary, here the target's."""
     U = shape.vocab_size
 
     def make(seed: int) -> tuple[Arrays, Arrays]:
-        logits = normal(seed, batch, 1, U, scale=3.0, dtype=jnp.float32)
-        positions = seed + jnp.arange(batch, dtype=jnp.int32)[:, None]
+        logits = normal(seed, batch, topk, U, scale=3.0, dtype=jnp.float32)
+        positions = seed + jnp.arange(batch * topk, dtype=jnp.int32).reshape(batch, topk)
         return (logits, positions, sampling_rows(batch, seed, temperature)), ()
 
     def run(ops: Ops, arguments: Arrays) -> Arrays:
         logits, positions, rows = arguments
-        ids = jnp.arange(U, dtype=jnp.int32)
-        return ops.rank_one(logits, **rows, positions=positions, token_ids=ids, lowest=LOWEST)
+        how = {"positions": positions, "token_ids": jnp.arange(U, dtype=jnp.int32)}
+        return ops.rank(logits, **rows, **how, topk=topk, lowest=LOWEST)
 
-    return Case(make=make, run=pure(run), num_bytes=4 * batch * U, worst=1e-4)
+    return Case(make=make, run=pure(run), num_bytes=4 * batch * topk * U, worst=1e-4)
 
 
 def gather(shape: ModelShape, *, batch: int, nodes: int, levels: int) -> Case:
@@ -510,5 +510,5 @@ OPS: Mapping[str, tuple[Callable[..., Case], tuple[Sizes, ...]]] = {
     "experts": (experts, crossed(tokens=(1, 8, 64, 256, 2048))),
     "moe": (moe, crossed(tokens=(1, 8, 16, 64, 256))),
     "sample": (sample, crossed(batch=(1, 64), nodes=(1, 16), temperature=(0.0, 1.0))),
-    "rank": (rank, crossed(batch=BATCHES, temperature=(0.0, 1.0))),
+    "rank": (rank, crossed(batch=BATCHES, topk=(1, 4), temperature=(0.0, 1.0))),
 }

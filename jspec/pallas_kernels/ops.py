@@ -424,27 +424,31 @@ class Ops:
         )
         return values.reshape(positions.shape), ids.reshape(positions.shape)
 
-    def rank_one(
+    def rank(
         self,
         logits: Float[Array, "B R U"],
         *,
+        topk: int,
         temperature: Float[Array, "B"],
         seed: UInt32[Array, "B 2"],
         positions: Int[Array, "B R"],
         token_ids: Int[Array, "U"],
         lowest: float,  # the value of NaN and lower scores; -lowest bounds scores above
-    ) -> tuple[Float[Array, "B R"], Int[Array, "B R"], Float[Array, "B R"]]:
-        """Return (largest of logit + T * noise, its first column, sum of exp(score - largest))."""
-        found = sample.rank_one(
+    ) -> tuple[Float[Array, "B R K"], Int[Array, "B R K"], Float[Array, "B R"]]:
+        """Return (the K largest of logit + T * noise, best first; their columns; the sum of
+        exp(score - largest)). Equal scores are in the order of their columns. K: topk, at most U.
+        """
+        values, columns, mass = sample.rank(
             logits.reshape(-1, logits.shape[-1]),
             temperature,
             seed,
             positions.reshape(-1),
             token_ids,
+            topk=topk,
             lowest=lowest,
         )
-        top, column, mass = (x.reshape(positions.shape) for x in found)
-        return top, column, mass
+        shape = (*positions.shape, -1)
+        return values.reshape(shape), columns.reshape(shape), mass.reshape(positions.shape)
 
 
 @dataclass(frozen=True, slots=True)

@@ -369,27 +369,20 @@ class GpuOps(Ops):
         )
         return value.reshape(positions.shape), best.reshape(positions.shape)
 
-    def rank_one(
-        self,
-        logits: jax.Array,
-        *,
-        temperature: jax.Array,
-        seed: jax.Array,
-        positions: jax.Array,
-        token_ids: jax.Array,
-        lowest: float,
+    def rank(
+        self, logits: jax.Array, *, topk: int, positions: jax.Array, **rows: Any
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        found = gpu_rank.rank_one(
+        if topk > gpu_rank.MOST:
+            return super(GpuOps, self).rank(logits, topk=topk, positions=positions, **rows)
+        values, columns, mass = gpu_rank.rank(
             logits.reshape(-1, logits.shape[-1]),
-            temperature,
-            seed,
-            positions.reshape(-1),
-            token_ids,
-            lowest=lowest,
+            positions=positions.reshape(-1),
+            topk=topk,
             interpret=self.interpret,
+            **rows,
         )
-        top, column, mass = (x.reshape(positions.shape) for x in found)
-        return top, column, mass
+        shape = (*positions.shape, -1)
+        return values.reshape(shape), columns.reshape(shape), mass.reshape(positions.shape)
 
 
 def _planned(

@@ -1,4 +1,4 @@
-"""The best candidate of a draft on GPUs: equal to the definition, interpreted, and run where there
+"""The best candidates of a draft on GPUs: equal to the definition, interpreted, and run where there
 is a GPU.
 """
 
@@ -15,8 +15,8 @@ import pytest
 from hypothesis import given, settings
 
 from jspec.pallas_kernels.bundles import OPS
-from jspec.pallas_kernels.sample.gpu_rank import rank_one
-from jspec.pallas_kernels.sample.reference import rank_one as rank_reference
+from jspec.pallas_kernels.sample.gpu_rank import rank
+from jspec.pallas_kernels.sample.reference import rank as rank_reference
 from jspec.pallas_kernels.sample.tuning import SampleTuning
 from jspec.speculative.tree import LOWEST
 from tests.pallas_kernels.chips import needs_gpu
@@ -26,16 +26,16 @@ WIDTH = 600  # two chunks of SMALL and a part
 FIXED: dict[str, Any] = {"lowest": LOWEST}
 
 
-@jax.jit
-def interpreted(*arrays: Any) -> tuple[jax.Array, ...]:
-    return rank_one(*arrays, **FIXED, tuning=SMALL, interpret=True)
+@partial(jax.jit, static_argnames="topk")
+def interpreted(*arrays: Any, topk: int) -> tuple[jax.Array, ...]:
+    return rank(*arrays, **FIXED, topk=topk, tuning=SMALL, interpret=True)
 
 
-defined = jax.jit(partial(rank_reference, **FIXED))
+defined = jax.jit(partial(rank_reference, **FIXED), static_argnames="topk")
 
 
 def assert_close(got: tuple[jax.Array, ...], wanted: tuple[jax.Array, ...]) -> None:
-    """Compare score and column to the bit, the sum except for its order."""
+    """Compare scores and columns to the bit, the sum except for its order."""
     for left, right in zip(got[:2], wanted[:2], strict=True):
         np.testing.assert_array_equal(np.asarray(left), np.asarray(right))
     np.testing.assert_allclose(got[2], wanted[2], rtol=2e-6)
@@ -55,10 +55,16 @@ def inputs(num_rows: int, width: int, per_row: int = 1) -> tuple[jax.Array, ...]
     )
 
 
-@pytest.mark.parametrize(("num_rows", "per_row", "width"), [(4, 1, WIDTH), (6, 3, 100)])
-def test_interpreted_it_is_the_definition(num_rows: int, per_row: int, width: int) -> None:
+@pytest.mark.parametrize(
+    ("num_rows", "per_row", "width", "topk"),
+    [(4, 1, WIDTH, 1), (6, 3, 100, 1), (6, 3, WIDTH, 4), (2, 1, 256 + 3, 8), (2, 2, 3, 5)],
+)
+def test_interpreted_it_is_the_definition(
+    num_rows: int, per_row: int, width: int, topk: int
+) -> None:
+    """Also where the last chunk, or the whole vocabulary, has fewer columns than candidates."""
     arrays = inputs(num_rows, width, per_row)
-    assert_close(interpreted(*arrays), defined(*arrays))
+    assert_close(interpreted(*arrays, topk=topk), defined(*arrays, topk=topk))
 
 
 ODD = st.sampled_from([0.0, -0.0, np.inf, -np.inf, np.nan, 3e38, -3e38, 1e30])
@@ -71,6 +77,7 @@ ODD = st.sampled_from([0.0, -0.0, np.inf, -np.inf, np.nan, 3e38, -3e38, 1e30])
     temperature=st.sampled_from([0.0, 1e-20, 0.3, 1.0, 50.0]),
     odd=st.lists(st.tuples(st.integers(0, WIDTH - 1), ODD), max_size=3),
     all_odd=st.sampled_from([None, np.nan, -np.inf, np.inf]),
+    topk=st.sampled_from([1, 3]),
 )
 def test_any_row_has_the_best_that_the_definition_has(
     key: int,
@@ -78,6 +85,7 @@ def test_any_row_has_the_best_that_the_definition_has(
     temperature: float,
     odd: list[tuple[int, float]],
     all_odd: float | None,
+    topk: int,
 ) -> None:
     """Flat, peaked and tied rows, infinities and NaN; one row of NaN alone."""
     rng = np.random.default_rng(key)
@@ -88,14 +96,16 @@ def test_any_row_has_the_best_that_the_definition_has(
         logits[1] = all_odd
     _, _, seed, positions, token_ids = inputs(4, WIDTH)
     arrays = jnp.asarray(logits), jnp.full((4,), temperature), seed, positions, token_ids
-    assert_close(interpreted(*arrays), defined(*arrays))
+    assert_close(interpreted(*arrays, topk=topk), defined(*arrays, topk=topk))
 
 
-def test_both_bundles_rank_alike() -> None:
+@pytest.mark.parametrize("topk", [1, 4, 20])
+def test_both_bundles_rank_alike(topk: int) -> None:
     logits, temperature, seed, positions, token_ids = inputs(6, WIDTH, 3)
     found = [
-        ops.rank_one(
+        ops.rank(
             logits.reshape(2, 3, -1),
+            topk=topk,
             temperature=temperature,
             seed=seed,
             positions=positions.reshape(2, 3),
@@ -108,11 +118,11 @@ def test_both_bundles_rank_alike() -> None:
 
 
 @needs_gpu
-@pytest.mark.parametrize("num_rows", [1, 64])
-def test_runs_on_a_gpu(num_rows: int) -> None:
+@pytest.mark.parametrize(("num_rows", "topk"), [(1, 1), (64, 1), (64, 4), (3, 16)])
+def test_runs_on_a_gpu(num_rows: int, topk: int) -> None:
     arrays = inputs(num_rows, 128_256)
-    got = jax.jit(partial(rank_one, **FIXED))(*arrays)
-    wanted = defined(*arrays)
+    got = jax.jit(partial(rank, **FIXED, topk=topk))(*arrays)
+    wanted = defined(*arrays, topk=topk)
     np.testing.assert_array_equal(got[1], wanted[1])
     np.testing.assert_allclose(got[0], wanted[0], rtol=1e-6)
     np.testing.assert_allclose(got[2], wanted[2], rtol=1e-5)

@@ -14,7 +14,8 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jspec.device.batch import DraftTree
 from jspec.layers.linear import Shard
-from jspec.speculative.candidates import largest_in_rounds, top_candidates
+from jspec.pallas_kernels.sample.reference import largest_in_rounds
+from jspec.speculative.candidates import top_candidates
 from jspec.speculative.tree import Level, beam_scores, build_tree
 
 
