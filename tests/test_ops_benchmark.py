@@ -26,7 +26,7 @@ SIZES: dict[str, str] = {
     "experts": "tokens=3",
     "moe": "tokens=3",
     "sample": "batch=2 nodes=3 temperature=1.0",
-    "rank": "batch=2 temperature=1.0",
+    "rank": "batch=2 topk=2 temperature=1.0",
     "delta_prefill": "batch=2 queries=70",
 }
 FAST = ("attention", "gated_mlp", "sample")  # the kernels' tests cover all of them

@@ -10,23 +10,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jspec.device import noise
 from jspec.device.state import SamplingBatch
 from jspec.layers.linear import Shard, gathered
 from jspec.pallas_kernels.ops import Ops
 from jspec.sampling.filters import threshold
-
-
-def perturb(
-    logits: Float[Array, "B N V"],
-    rows: SamplingBatch,
-    *,
-    positions: Int[Array, "B N"],
-    token_ids: Int[Array, "V"],
-) -> Float[Array, "B N V"]:
-    seed = jnp.broadcast_to(rows.seed[:, None, :], (*positions.shape, 2))
-    g = noise.gumbel(seed, positions, token_ids)
-    return logits + rows.temperature[:, None, None] * g
 
 
 def choose(
