@@ -45,7 +45,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("program")
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--rows", type=int, default=64)
-    parser.add_argument("--page-size", type=int, default=64)
+    parser.add_argument("--page-size", type=int, help="unset: the default of the chip")
     parser.add_argument("--tokens", type=int, help="the prefill bucket")
     parser.add_argument("--drafter", default="eagle3")
     parser.add_argument("--quantization", choices=QUANTIZATIONS, help="of the target")
@@ -84,11 +84,12 @@ def empty_kernel(
 
 def dump(options: argparse.Namespace) -> dict[str, Any]:
     model = step_compile.first_layers(step_compile.MODELS[options.model], options.layers)
+    device_kind = step_compile.devices_of(options.topology)[0].device_kind
     case = step_compile.make_case(
         model,
         options.topology,
         options.shape,
-        page_size=options.page_size,
+        page_size=options.page_size or OPS["tpu"].page_size_on(device_kind),
         ops=OPS["tpu"],
         rows=options.rows,
         drafter=options.drafter,
@@ -117,7 +118,7 @@ def dump(options: argparse.Namespace) -> dict[str, Any]:
         "rows": options.rows,
         "layers": model.num_layers,
         "devices": case.mesh.size,
-        "page_size": options.page_size,
+        "page_size": case.limits.pool.page_size,
         "evaluated": options.evaluate,
         "seconds": round(time.monotonic() - started, 1),
         "weight_bytes": step_compile.num_bytes(case.local_weights()),

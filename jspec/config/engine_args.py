@@ -351,7 +351,10 @@ class EngineArgs:
         low=1,
     )
     page_size: int | None = argument(
-        None, "Tokens per KV page (64 with a TPU's or Hopper's kernels, else 16)", _MEMORY, low=1
+        None,
+        "Tokens per KV page (64 with a TPU's or Hopper's kernels, 128 on a v7x, else 16)",
+        _MEMORY,
+        low=1,
     )
     max_running_requests: int | None = argument(
         None,

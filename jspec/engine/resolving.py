@@ -47,6 +47,7 @@ class CheckpointFacts:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceFacts:
     platform: str  # "cpu", "gpu" or "tpu"
+    kind: str = "unknown"  # jax's device_kind
     compute_capability: str = "unknown"
     bytes_limit: int = 0  # memory per device that jax may use; 0: unknown
 
@@ -55,6 +56,7 @@ class DeviceFacts:
         first = devices[0]
         return cls(
             platform=first.platform,
+            kind=first.device_kind,
             compute_capability=getattr(first, "compute_capability", "unknown"),
             bytes_limit=(first.memory_stats() or {}).get("bytes_limit", 0),
         )
@@ -87,7 +89,7 @@ def resolve(args: EngineArgs, checkpoint: CheckpointFacts, device: DeviceFacts) 
         "speculative_num_steps": speculation.num_steps,
         "speculative_eagle_topk": speculation.topk,
         "speculative_num_draft_tokens": speculation.num_draft_tokens,
-        "page_size": args.page_size or ops.default_page_size,
+        "page_size": args.page_size or ops.page_size_on(device.kind),
         "max_running_requests": max_rows,
         "max_queued_requests": args.max_queued_requests or max(DEFAULT_QUEUE, max_rows),
         "chunked_prefill_size": chunk,

@@ -44,7 +44,7 @@ class Ops:
     """The XLA implementation of every operation."""
 
     name: ClassVar[str] = "xla"
-    default_page_size: ClassVar[int] = 16
+    default_page_size: ClassVar[int] = 16  # tokens
     lanes: ClassVar[int] = 1  # the width of cached records is a multiple of this
     # Layers leave their last residual add to the next norm (`add_norm`).
     defers_sums: ClassVar[bool] = False
@@ -66,6 +66,11 @@ class Ops:
         """Return this bundle for devices of a jax device kind."""
         del device_kind
         return self
+
+    def page_size_on(self, device_kind: str) -> int:
+        """Return the tokens of a page, unless a flag says otherwise, on a jax device kind."""
+        del device_kind
+        return self.default_page_size
 
     def with_columns(self, columns: bool) -> Ops:
         """Return this bundle for column-major weights, or not, if its kernels can read them."""

@@ -31,7 +31,7 @@ ASYNC_SUMS = {
     "xla_tpu_enable_async_collective_fusion_fuse_all_reduce": True,
     "xla_jf_crs_combiner_threshold_count": 1,
 }
-V5E = "TPU v5 lite"
+V5E, V7X = "TPU v5 lite", "TPU7x"
 # Bytes of a shard's weights from which reading half of them takes longer than the latency of a sum.
 LEAST_HALVED = 16 << 20
 
@@ -52,6 +52,11 @@ class TpuOps(Ops):
 
     def on(self, device_kind: str) -> TpuOps:
         return replace(self, async_sums=device_kind == V5E)
+
+    def page_size_on(self, device_kind: str) -> int:
+        # A v7x core has half of a chip's heads and twice a v6e's bandwidth: starting the copies of
+        # pages of 64 tokens takes longer than reading them.
+        return 128 if device_kind == V7X else self.default_page_size
 
     def compiler_options(
         self, *, decode_tokens: int | None, fp8_prompt_tokens: int = 0

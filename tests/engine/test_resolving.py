@@ -73,6 +73,8 @@ def test_a_tpu() -> None:
     config = resolved(TPU)
     assert (config.dtype, config.kernels, config.attention_backend) == ("bfloat16", "tpu", "pallas")
     assert (config.page_size, config.chunked_prefill_size) == (64, 2048)
+    v7x = dataclasses.replace(TPU, kind="TPU7x")
+    assert (resolved(v7x).page_size, resolved(v7x, page_size=32).page_size) == (128, 32)
     assert config.decode_buckets == (1, 2, 4, 8, 16, 32, 48)
     assert config.compile_at_start == "first"
     assert not config.column_major

@@ -33,6 +33,7 @@ def test_the_sizes_of_the_worked_example() -> None:
     assert sizes.block_queries(512, 4) == 256
     assert sizes.block_queries(16, 4) == 32
     assert sizes.block_queries(256, 7) == 128
+    assert [sizes.block_queries(n, 4) for n in (640, 1920, 2048, 1000)] == [128, 128, 256, 256]
     assert [sizes.block_keys(size) for size in (16, 128, 384)] == [512, 512, 384]
     assert (sizes.tile_queries(256, 4), sizes.tile_queries(128, 7)) == (128, 128)
 

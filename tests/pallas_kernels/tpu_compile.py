@@ -198,7 +198,9 @@ PROGRAMS = {
     "rows, 8b tp4 one row": rows(16, tail=16, batch=1),
     "rows, 8b tp4 nothing written": rows(4, writes=False),
     **{
-        f"rows, 8b tp8 R {queries}": rows(queries, heads=4, kv_heads=1, tail=tail)
+        f"rows, 8b tp8 R {queries}": rows(
+            queries, heads=4, kv_heads=1, tail=tail, page_size=128, pages_per_row=64
+        )
         for queries, tail in ((1, None), (4, None), (16, 16))
     },
     "rows, 8b tp1 R 1": rows(1, heads=32, kv_heads=8),
@@ -234,6 +236,7 @@ PROGRAMS = {
     "compaction, 8b tp4, one row": compaction(32, 4, batch=1),
     "compaction, 8b tp1, 256 rows": compaction(32, 16, batch=256),
     "compaction, 70b tp8": compaction(80, 2),
+    "compaction, 8b tp8, pages of 128, 4 levels": compaction(32, 2, page_size=128, num_path=5),
     "compaction, copied: 64 lanes": compaction(2, 4, width=64),
     "gathering, 8b, tree of 16": gathering(16, 3 * 4096),
     "gathering, 8b, tree of 64": gathering(64, 3 * 4096, num_path=9),

@@ -212,7 +212,7 @@ def measure(devices: list[jax.Device]) -> Iterator[Measurement]:
 
 def _attention(ops: Ops, own: Accelerator | None, *, rows: int, context: int) -> Measurement:
     """Measure one decode step's attention of a layer; each call writes its row's last token."""
-    page, calls = ops.default_page_size, CALLS if rows == ROWS else 2
+    page, calls = ops.page_size_on(jax.devices()[0].device_kind), CALLS if rows == ROWS else 2
     pages = -(-context // page)
     table = 1 + jnp.arange(rows * pages, dtype=jnp.int32).reshape(rows, pages)
     metadata = AttentionMetadata(
