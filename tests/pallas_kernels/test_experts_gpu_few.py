@@ -18,7 +18,7 @@ from jspec.layers.linear import Shard
 from jspec.layers.moe import moe_of_sum, route
 from jspec.layers.norm import Residual, norm_of_sum
 from jspec.pallas_kernels.bundles import OPS
-from jspec.pallas_kernels.experts import gpu_few
+from jspec.pallas_kernels.experts import gpu_few, gpu_router
 from jspec.pallas_kernels.experts.gpu_router import choose, norm_and_score
 from jspec.pallas_kernels.experts.tuning import MOST_TOKENS, ExpertsTuning, choose_few
 from jspec.spec.layers.feed_forward import DenseSpec, MoESpec, Routing
@@ -141,6 +141,26 @@ def test_any_logits_give_different_experts(logits: list[float]) -> None:
         ids, _ = THREE_OF(shares, None, routing=routing)
         assert len(set(np.asarray(ids)[0].tolist())) == 3
         assert ((np.asarray(ids) >= 0) & (np.asarray(ids) < 8)).all()
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    heights=st.lists(
+        st.sampled_from([np.nan, -np.nan, np.inf, -np.inf, 0.0, -0.0, 0.5, 1.0]),
+        min_size=8,
+        max_size=8,
+    ),
+    num_experts=st.integers(3, 8),
+)
+def test_the_best_taken_one_by_one_are_those_of_all_pairs(
+    heights: list[float], num_experts: int
+) -> None:
+    height, is_expert = jnp.asarray(heights, jnp.float32), jnp.arange(8) < num_experts
+    one_by_one, pairs = (
+        np.asarray(gpu_router._rank(height, is_expert, top_k=3, by_pairs=by_pairs))
+        for by_pairs in (False, True)
+    )
+    np.testing.assert_array_equal(one_by_one, np.minimum(pairs, 3))
 
 
 @pytest.fixture

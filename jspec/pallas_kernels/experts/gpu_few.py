@@ -35,6 +35,7 @@ from jspec.pallas_kernels.experts.gpu_router import (
 from jspec.pallas_kernels.experts.reference import gated
 from jspec.pallas_kernels.experts.tuning import (
     MOST_TOKENS,
+    RANKED_BY_PAIRS,
     RANKED_IN_PLACE,
     ExpertsTuning,
     check_tiles,
@@ -290,6 +291,7 @@ def _choose_and_gate_up(
         top_k=top_k,
         routing=routing,
         weight_scale=weight_scale,
+        by_pairs=num_experts <= RANKED_BY_PAIRS,
     )
     found, chosen = at_rank(place[None], rank, weight)
     expert = jnp.sum(found)

@@ -252,14 +252,20 @@ def ranked(
     top_k: int,
     routing: Routing,
     weight_scale: float,
+    by_pairs: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """Return (each expert's rank, i32[X]; f32[X] weight if in the top-k). For use in kernels."""
+    """Return (each expert's rank, i32[X]; f32[X] weight if in the top-k). For use in kernels.
+
+    by_pairs: compare all pairs of experts at once instead of taking the best k times; faster for
+    few experts and several warps, whose every maximum is an exchange
+    """
     expert = jnp.arange(scores.shape[0], dtype=jnp.int32)
     is_expert = expert < num_experts
     if router_bias_ref:
         power = jnp.where(is_expert, 1.0 / (1.0 + jnp.exp(-scores)), 0.0)
         router_bias = plt.load(router_bias_ref[0].at[expert], mask=is_expert, other=0.0)
-        rank = _rank(power + router_bias.astype(jnp.float32), is_expert, top_k=top_k)
+        height = power + router_bias.astype(jnp.float32)
+        rank = _rank(height, is_expert, top_k=top_k, by_pairs=by_pairs)
         if routing is Routing.SIGMOID_THEN_TOP_NORMALIZED:
             power = power / (jnp.sum(jnp.where(rank < top_k, power, 0.0)) + 1e-20)
         return rank, power * weight_scale
@@ -270,21 +276,25 @@ def ranked(
     else:
         power = power / jnp.sum(power)
         height = power
-    rank = _rank(height, is_expert, top_k=top_k)
+    rank = _rank(height, is_expert, top_k=top_k, by_pairs=by_pairs)
     if routing is not Routing.SOFTMAX_THEN_TOP:
         power = power / jnp.sum(jnp.where(rank < top_k, power, 0.0))
     return rank, power
 
 
-def _rank(height: jax.Array, is_expert: jax.Array, *, top_k: int) -> jax.Array:
-    """Return each entry's place among the K highest, K for others. Equal ones are in the order of
-    their indices, NaN are first: [1 3 NaN 3], K = 3 -> [3 1 0 2]."""
+def _rank(height: jax.Array, is_expert: jax.Array, *, top_k: int, by_pairs: bool) -> jax.Array:
+    """Return each entry's place among the K highest, K or more for others. Equal ones are in the
+    order of their indices, NaN are first: [1 3 NaN 3], K = 3 -> [3 1 0 2]."""
     bits = lax.bitcast_convert_type(height, jnp.int32)
     key = jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)  # in the order of the floats
     # One key for all NaN: the sign of a NaN may differ when it is recomputed.
     key = jnp.where(height != height, HIGHEST, key)
     key = jnp.where(is_expert, key, LOWEST)
     index = jnp.arange(height.shape[0], dtype=jnp.int32)
+    if by_pairs:
+        is_before = index[None] < index[:, None]
+        is_ahead = (key[None] > key[:, None]) | ((key[None] == key[:, None]) & is_before)
+        return jnp.sum(is_ahead.astype(jnp.int32), axis=1)
     rank = jnp.full(height.shape, top_k, jnp.int32)
     for place in range(top_k):
         is_best = index == jnp.argmax(key)

@@ -16,7 +16,8 @@ LEAST = 16  # least side of a tile, set by the tensor cores
 PROGRAMS = 2 * NUM_BLOCKS  # programs that keep memory busy
 MOST_ELEMENTS = 2**31 - 1  # per array of weights: the kernels use 32-bit indices
 MOST_TOKENS = LEAST  # of gpu_few: an expert's tokens fit one tile's rows
-RANKED_IN_PLACE = 128  # most experts that every program of a product ranks itself
+RANKED_IN_PLACE = 256  # most experts that every program of a product ranks itself
+RANKED_BY_PAIRS = 128  # most of these that it compares pair by pair
 MOST_RANKED = 256  # most experts whose ranks are found by counting
 
 
