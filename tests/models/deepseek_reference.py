@@ -1,6 +1,7 @@
 """DeepSeek-V3's layer for multi-token prediction in numpy float64, off the published names.
 
-In expanded form: K and V of every head are made of the latent. With DeepSeek-V3.2's indexer.
+In expanded form: K and V of every head are made of the latent. With the indexer of DeepSeek-V3.2
+and of GLM-5, which has no YaRN.
 """
 
 from __future__ import annotations
@@ -31,8 +32,19 @@ class DeepseekLayers(GlmLayers):
 
     def turned(self, x: F64, *, halves: bool = False) -> F64:
         """Turn pairs of neighbours of x [.., T, D], or of its halves; row t by position t."""
-        scaling, half = self.config["rope_scaling"], x.shape[-1] // 2
-        inverse = self.theta ** (-np.arange(half) / half)
+        half = x.shape[-1] // 2
+        inverse = self.slowed(self.theta ** (-np.arange(half) / half))
+        parts = np.split(x, 2, axis=-1) if halves else (x[..., 0::2], x[..., 1::2])
+        pairs = parts[0] + 1j * parts[1]
+        pairs = pairs * np.exp(1j * np.arange(x.shape[-2])[:, None] * inverse)
+        pairs *= self.mscale("mscale") / self.mscale("mscale_all_dim")
+        return np.concatenate([pairs.real, pairs.imag], -1)
+
+    def slowed(self, inverse: F64) -> F64:
+        """Apply YaRN to the frequencies."""
+        scaling, half = self.config["rope_scaling"], len(inverse)
+        if scaling is None:
+            return inverse
         first, last = (
             half
             * math.log(scaling["original_max_position_embeddings"] / (2 * math.pi * turns))
@@ -41,15 +53,13 @@ class DeepseekLayers(GlmLayers):
         )
         first, last = max(math.floor(first), 0), min(math.ceil(last), 2 * half - 1)
         slowed = np.clip((np.arange(half) - first) / (last - first), 0, 1)
-        inverse = inverse * (1 - slowed) + inverse / scaling["factor"] * slowed
-        parts = np.split(x, 2, axis=-1) if halves else (x[..., 0::2], x[..., 1::2])
-        pairs = parts[0] + 1j * parts[1]
-        pairs = pairs * np.exp(1j * np.arange(x.shape[-2])[:, None] * inverse)
-        pairs *= self.mscale("mscale") / self.mscale("mscale_all_dim")
-        return np.concatenate([pairs.real, pairs.imag], -1)
+        mixed: F64 = inverse * (1 - slowed) + inverse / scaling["factor"] * slowed
+        return mixed
 
     def mscale(self, name: str) -> float:
         scaling = self.config["rope_scaling"]
+        if scaling is None:
+            return 1.0
         return float(0.1 * scaling[name] * math.log(scaling["factor"]) + 1)
 
     def mixed(self, layer: int, x: F64) -> F64:
@@ -86,9 +96,10 @@ class DeepseekLayers(GlmLayers):
         if most is None:
             return attended
         rope, own = self.config["qk_rope_head_dim"], "self_attn.indexer."
+        halves = not self.config.get("indexer_rope_interleave", False)
 
         def rotated(x: F64) -> F64:
-            return np.concatenate([self.turned(x[..., :rope], halves=True), x[..., rope:]], -1)
+            return np.concatenate([self.turned(x[..., :rope], halves=halves), x[..., rope:]], -1)
 
         q = (low_rank @ self.weight(layer, f"{own}wq_b").T).reshape(
             count, self.config["index_n_heads"], -1

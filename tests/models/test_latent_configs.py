@@ -19,7 +19,7 @@ from jspec.spec.layers.attention import IndexerSpec, LatentAttentionSpec
 from jspec.spec.layers.feed_forward import DenseSpec, MoESpec, Routing
 from jspec.spec.model_spec import ModelSpec
 from jspec.spec.rope import RopeConfig, YarnConfig
-from tests.speculative.mtp_checkpoints import DEEPSEEK_V3, DEEPSEEK_V32
+from tests.speculative.mtp_checkpoints import DEEPSEEK_V3, DEEPSEEK_V32, GLM_5
 
 KIMI_K2 = DEEPSEEK_V3 | {
     "model_type": "kimi_k2",
@@ -89,28 +89,6 @@ GLM_4_7_FLASH = {
     "rope_scaling": None,
     "rope_theta": 1000000,
     "routed_scaling_factor": 1.8,
-    "topk_group": 1,
-    "v_head_dim": 256,
-    "vocab_size": 154880,
-}
-GLM_5 = {
-    **{name: value for name, value in DEEPSEEK_V32.items() if name != "rope_theta"},
-    "architectures": ["GlmMoeDsaForCausalLM"],
-    "model_type": "glm_moe_dsa",
-    "hidden_size": 6144,
-    "index_n_heads": 32,
-    "indexer_rope_interleave": True,
-    "intermediate_size": 12288,
-    "max_position_embeddings": 202752,
-    "n_group": 1,
-    "num_attention_heads": 64,
-    "num_hidden_layers": 78,
-    "num_key_value_heads": 64,
-    "q_lora_rank": 2048,
-    "qk_nope_head_dim": 192,
-    "rms_norm_eps": 1e-5,
-    "rope_parameters": {"rope_theta": 1000000, "rope_type": "default"},
-    "rope_scaling": None,
     "topk_group": 1,
     "v_head_dim": 256,
     "vocab_size": 154880,

@@ -399,6 +399,28 @@ DEEPSEEK_V32 = DEEPSEEK_V3 | {
     "index_n_heads": 64,
     "index_topk": 2048,
 }
+GLM_5 = {
+    **{name: value for name, value in DEEPSEEK_V32.items() if name != "rope_theta"},
+    "architectures": ["GlmMoeDsaForCausalLM"],
+    "model_type": "glm_moe_dsa",
+    "hidden_size": 6144,
+    "index_n_heads": 32,
+    "indexer_rope_interleave": True,
+    "intermediate_size": 12288,
+    "max_position_embeddings": 202752,
+    "n_group": 1,
+    "num_attention_heads": 64,
+    "num_hidden_layers": 78,
+    "num_key_value_heads": 64,
+    "q_lora_rank": 2048,
+    "qk_nope_head_dim": 192,
+    "rms_norm_eps": 1e-5,
+    "rope_parameters": {"rope_theta": 1000000, "rope_type": "default"},
+    "rope_scaling": None,
+    "topk_group": 1,
+    "v_head_dim": 256,
+    "vocab_size": 154880,
+}
 TINY_INDEXER = {"index_head_dim": 6, "index_n_heads": 4, "index_topk": 5}
 CONFIGS = {
     "mimo": MIMO_7B | TINY,
@@ -409,6 +431,10 @@ CONFIGS = {
     "qwen3_5": QWEN3_5_27B | {"text_config": QWEN3_5_27B["text_config"] | TINY_TEXT},
     "deepseek_v3": DEEPSEEK_V3 | TINY_DEEPSEEK,
     "deepseek_v32": DEEPSEEK_V32 | TINY_DEEPSEEK | TINY_INDEXER,
+    "glm_moe_dsa": GLM_5
+    | TINY_DEEPSEEK
+    | TINY_INDEXER
+    | {"rope_scaling": None, "n_group": 1, "topk_group": 1},
 }
 STEPS = 3  # as published, and the default
 

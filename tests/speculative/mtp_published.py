@@ -154,6 +154,16 @@ def deepseek_layers(fields: Fields, **settings: Any) -> MtpReference:
     return DeepseekLayers(config=fields, rotary=0, **own, **settings)
 
 
+SPARSE = Published(
+    prefix="model.layers.{}.",
+    first=after_the_target,
+    names={"final_layernorm": "shared_head.norm"},
+    attention=(*LATENT, *INDEXER),
+    mlp=(*MIXTURE, *(f"shared_experts.{part}" for part in MLP)),
+    recurrent=True,
+    feeds_normed=True,
+    make=deepseek_layers,
+)
 DEEPSEEK, QWEN = "DeepseekV3ForCausalLMNextN", "Qwen3_5ForCausalLMMTP"
 SHARED = ("shared_expert_gate.weight", *(f"shared_expert.{part}" for part in MLP))
 QWEN_LAYER = Published(
@@ -212,25 +222,10 @@ PUBLISHED = {
         feeds_normed=True,
         make=with_experts(GlmLayers, 0.5),
     ),
-    "deepseek_v3": Published(
-        prefix="model.layers.{}.",
-        first=after_the_target,
-        names={"final_layernorm": "shared_head.norm"},
-        attention=LATENT,
-        mlp=(*MIXTURE, *(f"shared_experts.{part}" for part in MLP)),
-        recurrent=True,
-        feeds_normed=True,
-        make=deepseek_layers,
-    ),
-    "deepseek_v32": Published(
-        prefix="model.layers.{}.",
-        first=after_the_target,
-        names={"final_layernorm": "shared_head.norm"},
-        attention=(*LATENT, *INDEXER),
-        mlp=(*MIXTURE, *(f"shared_experts.{part}" for part in MLP)),
-        recurrent=True,
-        feeds_normed=True,
-        make=deepseek_layers,
+    "deepseek_v3": replace(SPARSE, attention=LATENT),
+    "deepseek_v32": SPARSE,
+    "glm_moe_dsa": replace(
+        SPARSE, theta=lambda fields: float(fields["rope_parameters"]["rope_theta"])
     ),
     DEEPSEEK: Published(
         prefix="model.layers.{}.",

@@ -106,7 +106,9 @@ def test_two_shards_write_the_text_of_plain_decoding(checkpoint: Path) -> None:
     check_identity(plain, engine_of(load(checkpoint, shards=2), TREE))
 
 
-@pytest.mark.exhaustive_cases("mimo]", "glm4_moe]", "deepseek_v32]")  # as others' do
+@pytest.mark.exhaustive_cases(  # as others' do
+    *("mimo]", "glm4_moe]", "deepseek_v32]", "glm_moe_dsa]")
+)
 def test_a_target_brings_its_draft(checkpoint: Path) -> None:
     """Every layer has its own weights, and all that it shares are the target's arrays; plain
     decoding and dummy weights read the same file.
@@ -143,7 +145,9 @@ def test_a_draft_may_lie_elsewhere_and_keeps_the_name_it_was_given(checkpoint: P
         assert models.drafter.algorithm == in_force
 
 
-@pytest.mark.slow_cases("glm4_moe]", "mimo_v2]", "step3p5]", "qwen3_5]", "deepseek_v32]")
+@pytest.mark.slow_cases(
+    *("glm4_moe]", "mimo_v2]", "step3p5]", "qwen3_5]", "deepseek_v32]", "glm_moe_dsa]")
+)
 def test_layers_compute_what_is_published(checkpoint: Path, published: Published) -> None:
     """Compare with float64: one layer by every law of a head, several each over its own rows."""
     models = load(checkpoint)
