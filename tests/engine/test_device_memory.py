@@ -35,6 +35,7 @@ class Card:
     limit: int | None
     in_use: int = 0
     platform: str = "gpu"
+    device_kind: str = "unknown"
 
     def memory_stats(self) -> dict[str, int] | None:
         if self.limit is None:

@@ -67,6 +67,7 @@ FIRST = {  # prefix of the first layer's names
     "qwen3_5": "mtp.layers.0.",
     "deepseek_v3": "model.layers.2.",
     "deepseek_v32": "model.layers.2.",
+    "glm_moe_dsa": "model.layers.2.",
 }
 
 
