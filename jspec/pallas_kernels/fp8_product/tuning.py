@@ -10,6 +10,7 @@ from jspec.pallas_kernels.gated_mlp.tuning import (
     NUM_BLOCKS,
     SHARED_BYTES,
     Shared,
+    fullest,
 )
 
 DEPTH = 128  # inputs of a row of a swizzled tile, and of a block of scales
@@ -78,7 +79,6 @@ MOST_FEW = 64  # most tokens with one strip of columns per multiprocessor
 MOST_TOKENS = 512  # with a scale per channel; above, XLA's product (cublasLt) is as fast
 MOST_STAGES = 24
 LEAST_STAGES = {512: 6, 256: 4}  # of a tile_k, so that enough bytes are in flight
-TILE_COST = 32  # in columns: copying a tile's tokens and writing its sums
 
 
 def choose(m: int, k: int, columns: int, *, halves: int, by_blocks: bool) -> ProductTuning | None:
@@ -94,10 +94,14 @@ def tiles_for(m: int, k: int, columns: int, *, halves: int, by_blocks: bool) -> 
     """Return the tiles whose waves are fullest, with as many stages as fit."""
     few = m <= MOST_FEW
     tile_m = LANES if few else 2 * LANES
+    is_small = by_blocks or (halves > 1 and m <= MOST_FEW)
+    most = (DEPTH if is_small else 2 * DEPTH) // halves
     base = ProductTuning(
         tile_m=tile_m,
         num_consumers=tile_m // LANES,
-        tile_n=fullest(m, columns, tile_m=tile_m, halves=halves, by_blocks=by_blocks),
+        tile_n=fullest(
+            -(-m // tile_m), columns // halves, widths=range(8, most + 1, 8), otherwise=8
+        ),
     )
     if by_blocks and (MOST_FEW // 2 < m <= MOST_FEW or m > tile_m):
         paired = replace(base, cluster=2, shared=Shared.TOKENS if few else Shared.WEIGHTS)
@@ -109,19 +113,6 @@ def tiles_for(m: int, k: int, columns: int, *, halves: int, by_blocks: bool) -> 
         if k % tile_k == 0 and deep.num_stages >= LEAST_STAGES[tile_k]:
             return deep
     return deepest(base, m, halves=halves)
-
-
-def fullest(m: int, columns: int, *, tile_m: int, halves: int, by_blocks: bool) -> int:
-    """Return the tile_n whose columns per multiprocessor are fewest; narrow ones cost more."""
-    width, rows = columns // halves, -(-m // tile_m)
-    is_small = by_blocks or (halves > 1 and m <= MOST_FEW)
-    most = (DEPTH if is_small else 2 * DEPTH) // halves
-    found = [n for n in range(8, most + 1, 8) if width % n == 0] or [8]
-
-    def busy(n: int) -> int:
-        return -(-(rows * width // n) // NUM_BLOCKS) * (n + TILE_COST)
-
-    return min(found, key=busy)
 
 
 def deepest(tuning: ProductTuning, m: int, *, halves: int) -> ProductTuning:

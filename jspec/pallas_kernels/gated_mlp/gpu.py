@@ -21,7 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 from jaxtyping import Array, BFloat16
 
-from jspec.pallas_kernels.gated_mlp.tuning import NUM_BLOCKS, GatedTuning, Layout, Shared
+from jspec.pallas_kernels.gated_mlp.tuning import GatedTuning, Layout, Shared, fullest
 from jspec.pallas_kernels.hopper import (
     MEMBER,
     SWIZZLE,
@@ -53,7 +53,7 @@ FEW = GatedTuning(
     cluster=1,
     layout=Layout.OUT_IN,
 )
-TILE_COST = 32  # in columns: copying a tile's tokens and writing its results
+WIDTHS = range(DEFAULT.tile_n, 0, -16)  # of tiles that follow a result's width
 LEAST_DECODED = 1 << 25  # numbers of a weight: a decode step multiplies smaller ones by XLA
 # The kernel speeds up decode steps from these token counts on. Prefill uses it from 128 tokens with
 # either layout: all layouts and tiles sum in the same order, so K and V of a prompt are equal in
@@ -72,7 +72,7 @@ def choose_gated(
     if not of_prompts and m <= MOST_NARROW and k * n2 <= LEAST_DECODED:
         return None
     if column_major and not of_prompts and LEAST_FEW <= m <= MOST_FEW:
-        few = of_width(FEW, fullest(1, width))
+        few = of_width(FEW, 1, width)
         fits = m % 8 == 0 and few.problem(m, k, n2) is None and few.fills_one_turn(n2)
         return few if fits else None
     least = LEAST_TOKENS_BY_COLUMNS if column_major else LEAST_TOKENS
@@ -80,7 +80,7 @@ def choose_gated(
         return None
     tuning = replace(DEFAULT, layout=Layout.OUT_IN if column_major else Layout.IN_OUT)
     if column_major and m <= MOST_NARROW:
-        narrow = of_width(NARROW, fullest(-(-m // NARROW.tile_m), width))
+        narrow = of_width(NARROW, -(-m // NARROW.tile_m), width)
         if narrow.tile_n < DEFAULT.tile_n and narrow.problem(m, k, n2) is None:
             tuning = narrow
     if m % (tuning.tile_m * tuning.cluster) != 0:
@@ -89,18 +89,9 @@ def choose_gated(
     return tuning if fits else None
 
 
-def fullest(rows: int, width: int) -> int:
-    """Return the columns of a tile with which `rows` tiles down, over a result's `width`, have the
-    least columns per multiprocessor."""
-
-    def busy(n: int) -> int:
-        return -(-rows * width // (n * NUM_BLOCKS)) * (n + TILE_COST)
-
-    found = [n for n in range(DEFAULT.tile_n, 0, -16) if width % n == 0]
-    return min(found, key=busy, default=DEFAULT.tile_n)
-
-
-def of_width(tuning: GatedTuning, tile_n: int) -> GatedTuning:
+def of_width(tuning: GatedTuning, rows: int, width: int) -> GatedTuning:
+    """Return the tuning with the tiles that fit `rows` tiles down and a result's `width`."""
+    tile_n = fullest(rows, width, widths=WIDTHS, otherwise=DEFAULT.tile_n)
     return replace(tuning, tile_n=tile_n, piece=16 if tile_n % 32 else 32)
 
 

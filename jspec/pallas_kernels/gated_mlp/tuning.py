@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 
@@ -14,6 +15,19 @@ NUM_BLOCKS = 132  # multiprocessors of an H100 or H200
 FEWEST_LANES = 16  # N of the smallest Triton product on the tensor cores
 LEAST_BUSY = 0.95  # the fraction of multiprocessors that few tokens must occupy
 LEAST_FILLED = 0.7  # occupancy of the waves from which FewTuning is faster
+TILE_COST = 32  # in columns: copying a tile's tokens and writing its results
+
+
+def fullest(rows: int, width: int, *, widths: Iterable[int], otherwise: int) -> int:
+    """Return which of `widths` gives tiles that leave a multiprocessor the fewest columns.
+
+    rows: tiles down. width: of the result. otherwise: if none of `widths` divides it
+    """
+
+    def busy(n: int) -> int:
+        return -(-rows * width // (n * NUM_BLOCKS)) * (n + TILE_COST)
+
+    return min((n for n in widths if width % n == 0), key=busy, default=otherwise)
 
 
 class Layout(Enum):
