@@ -8,7 +8,7 @@ import statistics
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -69,19 +69,10 @@ def largest_kernels(run: Callable[[int], None], *, count: int = 30) -> list[Any]
     """Return [milliseconds per step, launches per step, kernel] from a trace of five steps."""
     sums: Counter[str] = Counter()
     launches: Counter[str] = Counter()
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
-            run(5)
-        (path,) = Path(folder).rglob("*.xplane.pb")
-        for plane in jax.profiler.ProfileData.from_file(str(path)).planes:
-            if not plane.name.startswith("/device:"):
-                continue
-            for line in plane.lines:
-                if not line.name.startswith("Stream"):
-                    continue
-                for event in line.events:
-                    sums[event.name] += event.duration_ns
-                    launches[event.name] += 1
+    for plane, line, event in _traced(run):
+        if plane.startswith("/device:") and line.startswith("Stream"):
+            sums[event.name] += event.duration_ns
+            launches[event.name] += 1
     return [
         [round(ns / 5e6, 4), launches[name] / 5, name[:120]] for name, ns in sums.most_common(count)
     ] + [[round(sum(sums.values()) / 5e6, 4), sum(launches.values()) / 5, "all"]]
@@ -94,6 +85,17 @@ def largest_operations(text: str, run: Callable[[int], None], *, count: int = 25
     named = re.compile(r'%?([\w.\-]+) = .*?op_name="([^"]*)"')
     origins = dict(named.findall(text))
     sums: Counter[str] = Counter()
+    for _, _, event in _traced(run):
+        name = dict(event.stats).get("hlo_op")
+        if name is not None:
+            sums[str(name)] += event.duration_ns
+    return [
+        [round(ns / 5e6, 4), name, origins.get(name, "")] for name, ns in sums.most_common(count)
+    ]
+
+
+def _traced(run: Callable[[int], None]) -> Iterator[tuple[str, str, Any]]:
+    """Yield (plane, line, event) of a trace of five steps."""
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             run(5)
@@ -101,12 +103,7 @@ def largest_operations(text: str, run: Callable[[int], None], *, count: int = 25
         for plane in jax.profiler.ProfileData.from_file(str(path)).planes:
             for line in plane.lines:
                 for event in line.events:
-                    name = dict(event.stats).get("hlo_op")
-                    if name is not None:
-                        sums[str(name)] += event.duration_ns
-    return [
-        [round(ns / 5e6, 4), name, origins.get(name, "")] for name, ns in sums.most_common(count)
-    ]
+                    yield plane.name, line.name, event
 
 
 def randomized(cache: Any, seed: int) -> Any:
