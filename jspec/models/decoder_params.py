@@ -13,7 +13,7 @@ from jspec.models.layer_params import (
     norm,
     product,
 )
-from jspec.models.params import FLOAT32, Form, Init, ParamSpec, ParamTable, Part, prefixed
+from jspec.models.params import FLOAT32, Form, Init, Order, ParamSpec, ParamTable, Part, prefixed
 from jspec.spec.layers.attention import LatentAttentionSpec
 from jspec.spec.layers.delta_net import DeltaNetSpec
 from jspec.spec.model_spec import Mixer, ModelSpec
@@ -94,6 +94,7 @@ def latent_params(spec: LatentAttentionSpec, *, size: int) -> ParamTable:
                 ),
             ),
             axes=("latent", "heads"),
+            order=Order.COLUMNS,  # by heads, as the absorbed products are
         )
         for path, first, width in (
             ("k_up", 0, spec.nope_dim),

@@ -9,6 +9,7 @@ from jspec.models.params import (
     FLOAT32,
     Form,
     Init,
+    Order,
     ParamPath,
     ParamSpec,
     ParamTable,
@@ -35,7 +36,7 @@ def product(
     axes: Axes = (None, None),
     bias: bool = False,
     bias_is_optional: bool = False,
-    column_major: bool = False,
+    order: Order = Order.ROWS,
     repeated: tuple[str, ...] = (),
     op: Op | None = Op.LINEAR,
 ) -> ParamTable:
@@ -65,7 +66,7 @@ def product(
         shape=(in_size, size),
         layouts=(stored("weight", in_size, form=Form.OUT_IN),),
         axes=axes,
-        column_major=column_major,
+        order=order,
         op=op,
     )
     if not bias:
@@ -196,7 +197,7 @@ def dense_params(
             halves,
             axes=("embed", "mlp"),
             bias=spec.bias,
-            column_major=True,
+            order=Order.BACKENDS,
             op=Op.GATED,
         ),
         *product(("down",), inner, down, axes=("mlp", "embed"), bias=spec.bias),

@@ -35,6 +35,14 @@ class Form(enum.Enum):
     AS_IS = "as in the params: a vector, a table, or [.., in, out]"
 
 
+class Order(enum.Enum):
+    """How a weight [in, out] is stored on a device."""
+
+    ROWS = "row-major"
+    COLUMNS = "column-major, as [out, in]"
+    BACKENDS = "column-major for backends whose kernels read it so (`Ops.column_major`)"
+
+
 class Init(enum.Enum):
     FAN_IN = "normal, with a deviation of in ** -0.5"
     TABLE = "normal, with a deviation of 1"
@@ -93,7 +101,7 @@ class ParamSpec:
     axes: Axes = ()  # of each dimension; empty: all replicated
     init: Init = Init.FAN_IN
     tied_to: ParamPath | None = None  # without a stored tensor, the weight is this one, transposed
-    column_major: bool = False  # column-major where the backend reads weights along their inputs
+    order: Order = Order.ROWS
     optional: bool = False  # zeros without a stored tensor; ones if `init` is ONES
     op: Op | None = None  # the product that reads it
     format: WeightFormat | None = None  # None: dense, in the model's dtype

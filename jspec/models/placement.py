@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 
 from jspec.device.parallel import partition_spec
 from jspec.device.weights import W8A8Weight, abstract_weight, w8a8_weight
-from jspec.models.params import Init, ParamPath, ParamSpec, ParamTable
+from jspec.models.params import Init, Order, ParamPath, ParamSpec, ParamTable
 from jspec.spec.weight_format import W8A8
 
 Tables = Mapping[str, ParamTable]
@@ -43,8 +43,8 @@ def _partition_of(spec: ParamSpec) -> Any:
 def place_of(mesh: Mesh, spec: ParamSpec, *, column_major: bool) -> Any:
     """Return a weight's placement (NamedSharding, Format, or a W8A8Weight of them).
 
-    column_major: a marked weight is stored as [out, in]. Embedding tables are row-major, as a TPU
-    step needs them.
+    column_major: weights in the backend's order are column-major. Embedding tables are row-major,
+    as a TPU step needs them.
     """
     partition = _partition_of(spec)
     if isinstance(partition, W8A8Weight):
@@ -53,9 +53,8 @@ def place_of(mesh: Mesh, spec: ParamSpec, *, column_major: bool) -> Any:
     split = NamedSharding(mesh, partition)
     if spec.init is Init.TABLE:
         return Format(Layout(major_to_minor=(0, 1)), split)
-    if not (column_major and spec.column_major):
-        return split
-    return Format(Layout(major_to_minor=(1, 0)), split)
+    is_column_major = spec.order is Order.COLUMNS or (spec.order is Order.BACKENDS and column_major)
+    return Format(Layout(major_to_minor=(1, 0)), split) if is_column_major else split
 
 
 def param_places(mesh: Mesh, tables: Tables, params: Any, *, column_major: bool) -> Any:

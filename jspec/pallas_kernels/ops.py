@@ -59,7 +59,7 @@ class Ops:
 
     @property
     def column_major(self) -> bool:
-        """True if weights marked `column_major` are stored column-major, as [out, in]."""
+        """True if weights of `Order.BACKENDS` are stored column-major, as [out, in]."""
         return False
 
     def on(self, device_kind: str) -> Ops:

@@ -62,8 +62,8 @@ WIDE = (256,)  # head dims of gpu_wide.py; prefill uses XLA
 @dataclass(frozen=True, slots=True)
 class GpuOps(Ops):
     interpret: bool = False
-    # Store weights marked `column_major` so. That is faster for the many tokens of a verification,
-    # and slower for few, so plain decoding does not set it.
+    # Store weights of `Order.BACKENDS` column-major: faster for the many tokens of a verification,
+    # slower for few, so plain decoding does not set it.
     columns: bool = False
 
     name: ClassVar[str] = "gpu"

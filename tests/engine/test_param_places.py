@@ -10,17 +10,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.layout import Format
 
 from jspec.device.parallel import Parallel
 from jspec.engine.programs.compilation import lower
 from jspec.engine.transfer import shape_of
 from jspec.engine.weights.dummy_weights import dummy_params
 from jspec.engine.weights.loading import place
-from jspec.models.placement import init_params
+from jspec.models.decoder_params import latent_params
+from jspec.models.placement import init_params, place_of
 from jspec.models.registry import table_of
 from jspec.pallas_kernels.bundles import OPS
 from jspec.pallas_kernels.ops import Ops
+from jspec.spec.layers.attention import LatentAttentionSpec
 from tests.engine.test_program_store import CONFIG, KEY, LIMITS, fresh_state, make_program
+
+LATENT = LatentAttentionSpec(
+    num_heads=2, num_kv_heads=2, head_dim=16, v_dim=8, rotary_dim=8, kv_rank=16, q_rank=16
+)
 
 
 def orders(params: Any) -> dict[str, tuple[int, ...]]:
@@ -49,6 +56,19 @@ def test_only_gate_and_up_are_turned_and_no_value_changes(shards: int, made: boo
     found = orders(turned)
     assert {order for path, order in found.items() if "gate_up" in path} == {(1, 0)}
     assert {order for path, order in found.items() if "gate_up" not in path} == {(0, 1)}
+
+
+@pytest.mark.parametrize("column_major", [False, True])
+def test_k_up_and_v_up_of_latents_are_turned_on_every_backend(column_major: bool) -> None:
+    """A TPU would copy them into this order in each step."""
+    mesh = Parallel().mesh(jax.devices("cpu")[:1])
+    for spec in latent_params(LATENT, size=32):
+        order = order_of(place_of(mesh, spec, column_major=column_major))
+        assert order == ((1, 0) if spec.path[-2] in ("k_up", "v_up") else None), spec.path
+
+
+def order_of(place: Any) -> tuple[int, ...] | None:
+    return place.layout.major_to_minor if isinstance(place, Format) else None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -227,7 +227,7 @@ def absorb(
         compiler_params=plt.CompilerParams(num_warps=4, num_stages=3),
         interpret=interpret,
         name="latent_absorb",
-    )(q, k_up, cos, sin)
+    )(q, k_up.T, cos, sin)  # both are stored column-major, so nothing is copied
     return out.reshape(num_tokens, num_heads, width)
 
 
@@ -245,9 +245,9 @@ def _absorb(
         return plt.load(where, mask=exists[:, None], other=0.0)
 
     def weights(at: jax.Array) -> jax.Array:
-        return plt.load(k_up_ref.at[place[:, None], head * nope + at[None]])
+        return plt.load(k_up_ref.at[head * nope + at[:, None], place[None]])
 
-    total = _product(query, weights, depth=nope, columns=ABSORBED, is_transposed=True)
+    total = _product(query, weights, depth=nope, columns=ABSORBED)
     where = out_ref.at[token[:, None], place_of_head + place[None]]
     plt.store(where, total.astype(dtype), mask=exists[:, None])
 
@@ -273,13 +273,13 @@ def values(
         compiler_params=plt.CompilerParams(num_warps=4, num_stages=4),
         interpret=interpret,
         name="latent_values",
-    )(mixed.reshape(num_tokens, -1), v_up)
+    )(mixed.reshape(num_tokens, -1), v_up.T)
     return out
 
 
 def _values(mixed_ref: Any, v_up_ref: Any, out_ref: Any, *, num_heads: int) -> None:
-    tile, rank = pl.program_id(0), v_up_ref.shape[0]
-    head = tile // (v_up_ref.shape[1] // num_heads // VALUES)
+    tile, rank = pl.program_id(0), v_up_ref.shape[1]
+    head = tile // (v_up_ref.shape[0] // num_heads // VALUES)
     token, exists = _tokens(out_ref.shape[0])
     place = tile * VALUES + jnp.arange(VALUES, dtype=jnp.int32)
 
@@ -288,9 +288,9 @@ def _values(mixed_ref: Any, v_up_ref: Any, out_ref: Any, *, num_heads: int) -> N
         return plt.load(where, mask=exists[:, None], other=0.0)
 
     def weights(at: jax.Array) -> jax.Array:
-        return plt.load(v_up_ref.at[at[:, None], place[None]])
+        return plt.load(v_up_ref.at[place[:, None], at[None]])
 
-    total = _product(latent, weights, depth=rank, columns=VALUES)
+    total = _product(latent, weights, depth=rank, columns=VALUES, is_transposed=True)
     where = out_ref.at[token[:, None], place[None]]
     plt.store(where, total.astype(out_ref.dtype), mask=exists[:, None])
 
@@ -303,7 +303,8 @@ def _tokens(num_tokens: int) -> tuple[jax.Array, jax.Array]:
 def _product(
     left: Any, right: Any, *, depth: int, columns: int, is_transposed: bool = False
 ) -> jax.Array:
-    """Return f32 left @ right; both load their columns and rows at given inputs."""
+    """Return f32 left @ right; both load their columns and rows at given inputs. is_transposed:
+    right has them as columns."""
     step = jnp.arange(DEEP, dtype=jnp.int32)
 
     def add(i: jax.Array, total: jax.Array) -> jax.Array:
