@@ -22,7 +22,7 @@ from jspec.models.registry import table_of
 from jspec.spec.cache_groups import CacheGroup
 from jspec.spec.layers.feed_forward import MoESpec
 from jspec.spec.model_spec import ModelSpec
-from jspec.spec.weight_format import Formats, itemsize, num_bytes
+from jspec.spec.weight_format import MXFP4, Formats, Shape, WeightFormat, itemsize, num_bytes
 from jspec.speculative.drafter import Drafter
 from jspec.speculative.drafters.block import BlockDrafter
 from jspec.speculative.drafters.multi_layer import MultiLayerDrafter
@@ -36,6 +36,13 @@ def experts_touched(moe: MoESpec, *, tokens: int) -> float:
     """Return the mean number of one layer's experts that `tokens` tokens use."""
     share = moe.top_k / moe.num_experts
     return float(moe.num_experts * (1 - (1 - share) ** tokens))
+
+
+def weight_bytes(format: WeightFormat, shape: Shape) -> float:
+    """Return the bytes of a weight without padding."""
+    if isinstance(format, MXFP4):
+        return math.prod(shape) * (0.5 + 1 / format.group)
+    return float(num_bytes(format, shape))
 
 
 def read_bytes(
@@ -55,7 +62,7 @@ def read_bytes(
     for weight in with_formats(table_of(spec), formats):
         if weight.init in (Init.TABLE, Init.IDS):
             continue
-        size = float(num_bytes(weight.format_in(dtype), weight.shape))
+        size = weight_bytes(weight.format_in(dtype), weight.shape)
         if "experts" in weight.path:
             moe = spec.layers[int(weight.path[1])].ffn
             assert isinstance(moe, MoESpec)

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.floors import experts_touched
+from benchmarks.floors import experts_touched, weight_bytes
 from jspec.device.weights import weight_of
 from jspec.layers.linear import Shard
 from jspec.layers.moe import moe_of_sum
@@ -33,7 +33,7 @@ from jspec.spec.cache_entry import FP8 as FP8_CACHE
 from jspec.spec.layers.attention import AttentionSpec
 from jspec.spec.layers.delta_net import DeltaNetSpec
 from jspec.spec.layers.feed_forward import DenseSpec, Gate, MoESpec
-from jspec.spec.weight_format import FP8, Dense, num_bytes
+from jspec.spec.weight_format import FP8, Dense
 from jspec.spec.weight_format import Op as Product
 from jspec.speculative.tree import LOWEST
 
@@ -307,8 +307,8 @@ def moe_weights(shape: ModelShape, seed: int) -> dict[str, dict[str, Any]]:
         return normal(next(rng), *size, scale=size[-2] ** -0.5 if len(size) > 1 else 1.0)
 
     def packed(spec: Any) -> jax.Array:
-        if spec.dtype == "uint8":  # scales, for a deviation of 2.9 / 128
-            return jnp.full(spec.shape, 120, jnp.uint8)
+        if spec.dtype == "uint32":  # four scales of 120, for a deviation of 2.9 / 128
+            return jnp.full(spec.shape, 0x78787878, jnp.uint32)
         return jax.random.bits(jax.random.key(next(rng)), spec.shape, jnp.dtype(spec.dtype))
 
     def experts(name: str, size: tuple[int, ...]) -> Any:
@@ -337,7 +337,7 @@ def moe_floor(shape: ModelShape, spec: MoESpec, tokens: int) -> tuple[float, flo
     sizes = [shape.moe_params["experts"][name] for name in ("gate_up", "down")]
     share = experts_touched(spec, tokens=tokens) / spec.num_experts
     flops = sum(2 * tokens * spec.top_k * math.prod(size[1:]) for size in sizes)
-    return share * sum(num_bytes(format, size) for size in sizes), flops
+    return share * sum(weight_bytes(format, size) for size in sizes), flops
 
 
 def moe_spec(shape: ModelShape) -> MoESpec:

@@ -2,12 +2,14 @@
 
 A stack of weights [X, K, N] is stored as
 
-    codes   u16[X, 32 * G, N]   G groups of 128 inputs, the last one zero-padded
-    scales  u8 [X, 4 * G, N]    of each block of 32 inputs; s means 2 ** (s - 127)
+    codes   u16[X, S, N, 64]    S steps of two groups of 128 inputs, the last ones zero-padded
+    scales  u32[X, S, 2 * N]    for 32 outputs those of one group, then those of the other; byte p
+                                is for a group's p-th block of 32 inputs, s means 2 ** (s - 127)
 
-Row 32 g + r of the codes has the inputs r, 32 + r, 64 + r and 96 + r of group g, one of each block,
-so a tile of 32 rows is four tiles of weights, each with one row of scales. A few shifts and masks
-turn each into a bfloat16 (`bits_of`), exactly the value times 2 ** -126, also for 0 and 0.5:
+Code 32 g + r of a step has the inputs r, 32 + r, 64 + r and 96 + r of its group g, one of each
+block, so 32 codes of each output are four tiles of weights, each with a scale for each output. A
+few shifts and masks turn each into a bfloat16 (`bits_of`), exactly the value times 2 ** -126, also
+for 0 and 0.5:
 
     bit       15  14  13  12  11 10  9   8  7  6   5  4  3   2  1  0
     of input  s0  s3  m3  s1  e3 e3  s2  e0 e0 m0  e1 e1 m1  e2 e2 m2
@@ -29,28 +31,40 @@ from jspec.spec.weight_format import MXFP4
 BLOCK = MXFP4.group  # inputs under one scale
 PARTS = MXFP4.parts  # blocks per group, inputs per code
 GROUP = BLOCK * PARTS
+GROUPS = MXFP4.groups  # that a kernel reads at once
+MOST_SCALE = 128  # 2 ** 126 times a larger one exceeds bfloat16
 
 
 @pytree
 class MXFP4Weight:
     """A stack of weights [X, K, N]; fields are arrays, or a kernel's references to them."""
 
-    codes: Any  # u16[X, R, N]
-    scales: Any  # u8[X, S, N]
+    codes: Any  # u16[X, S, N, 64]
+    scales: Any  # u32[X, S, 2 * N]
     length: int = static()  # K, without padding
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return (*self.codes.shape[:-2], self.length, self.codes.shape[-1])
+        return (*self.codes.shape[:-3], self.length, self.codes.shape[-2])
 
     def dense(self, dtype: Any) -> Float[Array, "X K N"]:
-        num_experts, rows, width = self.codes.shape
-        groups = rows // BLOCK
-        parts = jnp.stack([decoded(bits) for bits in bits_of(self.codes)], axis=1)
-        blocks = parts.reshape(num_experts, PARTS, groups, BLOCK, width).swapaxes(1, 2)
-        power = self.scales.reshape(num_experts, groups, PARTS, 1, width).astype(jnp.int32) - 127
-        whole = jnp.ldexp(blocks, power).reshape(num_experts, groups * GROUP, width)
+        num_experts, steps, width, _ = self.codes.shape
+        # [X, S, group, part, input, N]
+        codes = self.codes.reshape(num_experts, steps, width, GROUPS, BLOCK).transpose(
+            0, 1, 3, 4, 2
+        )
+        blocks = jnp.stack([decoded(bits) for bits in bits_of(codes)], axis=3)
+        scales = self.scales.reshape(num_experts, steps, width // BLOCK, GROUPS, BLOCK)
+        scales = scales.swapaxes(2, 3).reshape(num_experts, steps, GROUPS, width)
+        power = jnp.stack(powers_of(scales), axis=3)[:, :, :, :, None]
+        whole = jnp.ldexp(blocks, power).reshape(num_experts, -1, width)
         return whole[:, : self.length].astype(dtype)
+
+
+def powers_of(scales: Any) -> list[Any]:
+    """Return the exponents i32 of a group's blocks, from -127. scales: u32, any shape"""
+    each = (scales >> np.uint32(8 * part) & np.uint32(255) for part in range(PARTS))
+    return [scale.astype(jnp.int32) - 127 for scale in each]
 
 
 def bits_of(codes: Any) -> tuple[Any, ...]:
@@ -78,22 +92,24 @@ def decoded(bits: Any) -> Any:
 
 
 def pack(nibbles: np.ndarray) -> np.ndarray:
-    """Pack nibbles u8[N, K] (sign, exponent, mantissa) into codes u16[N, 32 G], on the host."""
+    """Pack nibbles u8[N, K] (sign, exponent, mantissa) into codes u16[S, N, 64], on the host."""
     width, length = nibbles.shape
-    groups = -(-length // GROUP)
-    padded = np.zeros((width, groups * GROUP), np.uint16)
+    steps = -(-length // (GROUPS * GROUP))
+    padded = np.zeros((width, steps * GROUPS * GROUP), np.uint16)
     padded[:, :length] = nibbles
-    parts = padded.reshape(width, groups, PARTS, BLOCK)
+    parts = padded.reshape(width, steps * GROUPS, PARTS, BLOCK)
     sign, magnitude = np.moveaxis(parts >> 3, 2, 0), np.moveaxis(parts & 7, 2, 0)
     codes = sign[3] << 14 | (magnitude[3] >> 1) << 10 | (magnitude[3] & 1) << 13
     for part, (high, low) in enumerate(((15, 6), (12, 3), (9, 0))):
         codes |= sign[part] << high | magnitude[part] << low
-    return codes.reshape(width, groups * BLOCK)
+    return codes.reshape(width, steps, GROUPS * BLOCK).swapaxes(0, 1)
 
 
-def padded_scales(scales: np.ndarray) -> np.ndarray:
-    """Pad scales u8[N, K / 32] to u8[N, 4 G], on the host."""
+def pack_scales(scales: np.ndarray) -> np.ndarray:
+    """Arrange scales u8[N, K / 32] as u32[S, 2 N], on the host. N: whole blocks."""
     width, count = scales.shape
-    held = np.zeros((width, -(-count // PARTS) * PARTS), np.uint8)
+    steps = -(-count // (GROUPS * PARTS))
+    held = np.zeros((width, steps * GROUPS * PARTS), np.uint8)
     held[:, :count] = scales
-    return held
+    words = held.view("<u4").astype(np.uint32).reshape(width // BLOCK, BLOCK, steps, GROUPS)
+    return words.transpose(2, 0, 3, 1).reshape(steps, GROUPS * width)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
@@ -24,13 +25,13 @@ from jspec.pallas_kernels.delta_rule import gpu as delta_rule_gpu
 from jspec.pallas_kernels.delta_rule import gpu_chunks
 from jspec.pallas_kernels.delta_rule import reference as delta_rule
 from jspec.pallas_kernels.experts import gpu as experts_gpu
-from jspec.pallas_kernels.experts import gpu_few, gpu_many, gpu_mixed_norm
+from jspec.pallas_kernels.experts import gpu_few, gpu_many, gpu_mixed_norm, gpu_mxfp4
 from jspec.pallas_kernels.experts.api import KERNEL_GATES, Mixed
 from jspec.pallas_kernels.experts.tuning import (
     MOST_RANKED,
-    ExpertsTuning,
     choose_experts,
     choose_few,
+    choose_packed,
     sizes_of,
 )
 from jspec.pallas_kernels.fp8_product import gpu as fp8_product_gpu
@@ -295,12 +296,10 @@ class GpuOps(Ops):
         shards: int = 1,
     ) -> jax.Array:
         """Use Triton for any token count, since XLA's grouped product reads every expert."""
-        params, tuning = _planned(params, -(-ids.size // shards), dtype=x.dtype)
-        if tuning is None or gate not in KERNEL_GATES:
+        params, run = _planned(params, -(-ids.size // shards), dtype=x.dtype)
+        if run is None or gate not in KERNEL_GATES:
             return Ops.experts(self, x, ids, weights, params, gate=gate, shards=shards)
-        mixed = experts_gpu.run_experts(
-            x, ids, weights, params, gate=gate, tuning=tuning, interpret=self.interpret
-        )
+        mixed = run(x, ids, weights, params, gate=gate, interpret=self.interpret)
         return mixed.sum() if shards == 1 else mixed.own_sum(sizes_of(params).num_experts)
 
     def moe_of_sum(
@@ -324,11 +323,11 @@ class GpuOps(Ops):
         if few is not None:
             shared = None if self.columns else gpu_few.shared_of(params, spec)
             return gpu_few.moe_of_sum(x, delta, scale, params, tuning=few, shared=shared, **how)
-        experts, many = _planned(params["experts"], x.shape[0] * spec.top_k, dtype=x.dtype)
-        if many is None:
+        experts, run = _planned(params["experts"], x.shape[0] * spec.top_k, dtype=x.dtype)
+        if run is None:
             return None
         params = {**params, "experts": experts}
-        return gpu_many.moe_of_sum(x, delta, scale, params, tuning=many, **how)
+        return gpu_many.moe_of_sum(x, delta, scale, params, run=run, **how)
 
     def mixed_norm(
         self, x: jax.Array, mixed: Mixed, scale: jax.Array, *, eps: float
@@ -387,14 +386,16 @@ class GpuOps(Ops):
 
 def _planned(
     params: dict[str, Any], num_pairs: int, *, dtype: DTypeLike
-) -> tuple[dict[str, Any], ExpertsTuning | None]:
-    """Return (params, tiles). For many tokens mxfp4 experts are unpacked first."""
+) -> tuple[dict[str, Any], Callable[..., Mixed] | None]:
+    """Return (params, run_experts with its tiles). For many tokens mxfp4 is unpacked first."""
     sizes = sizes_of(params)
-    tuning = choose_experts(num_pairs, **sizes._asdict())
-    if tuning is None and sizes.is_packed:
+    if sizes.is_packed:
+        tile_m = choose_packed(num_pairs, **sizes._asdict())
+        if tile_m is not None and hopper.has_mosaic_gpu() and dtype == jnp.bfloat16:
+            return params, partial(gpu_mxfp4.run_experts, tile_m=tile_m)
         params = {**params, **{name: dense(params[name], dtype) for name in ("down", "gate_up")}}
-        tuning = choose_experts(num_pairs, **sizes_of(params)._asdict())
-    return params, tuning
+    tuning = choose_experts(num_pairs, **sizes_of(params)._asdict())
+    return params, None if tuning is None else partial(experts_gpu.run_experts, tuning=tuning)
 
 
 def gpu_problem(

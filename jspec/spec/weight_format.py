@@ -44,13 +44,14 @@ class MXFP4:
     name: ClassVar[str] = "mxfp4"
     group: ClassVar[int] = 32
     parts: ClassVar[int] = 4
+    groups: ClassVar[int] = 2
 
     def arrays(self, shape: Shape) -> Mapping[str, ArraySpec]:
         *stack, length, width = shape
-        count = -(-length // (self.parts * self.group))
+        steps = -(-length // (self.groups * self.parts * self.group))
         return {
-            "codes": ArraySpec((*stack, count * self.group, width), "uint16"),
-            "scales": ArraySpec((*stack, count * self.parts, width), "uint8"),
+            "codes": ArraySpec((*stack, steps, width, self.groups * self.group), "uint16"),
+            "scales": ArraySpec((*stack, steps, self.groups * width), "uint32"),
         }
 
 

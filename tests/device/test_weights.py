@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec.device.mxfp4 import MXFP4Weight, pack, padded_scales
+from jspec.device.mxfp4 import MXFP4Weight, pack, pack_scales
 from jspec.device.weights import abstract_weight, dense, w8a8_weight
 from jspec.models.files.mxfp4 import E2M1
 from jspec.spec.weight_format import (
@@ -26,7 +26,7 @@ from jspec.spec.weight_format import (
 )
 
 EACH = (Dense("bfloat16"), MXFP4(), FP8(), FP8(has_blocks=True), INT8())
-SHAPES = [(1, 32, 1), (3, 128, 5), (2, 160, 4), (1, 288, 2)]
+SHAPES = [(1, 32, 32), (3, 128, 96), (2, 160, 64), (1, 288, 32)]
 
 
 def stored(format: WeightFormat, shape: tuple[int, ...]) -> tuple[Any, Any]:
@@ -57,8 +57,8 @@ def stored(format: WeightFormat, shape: tuple[int, ...]) -> tuple[Any, Any]:
 def packed(nibbles: Any, scales: Any) -> MXFP4Weight:
     """Pack nibbles [X, N, K] and scales [X, N, K / 32] into a weight."""
     codes, held = (
-        jnp.asarray(np.stack([of(each).T for each in stack]))
-        for of, stack in ((pack, nibbles), (padded_scales, scales))
+        jnp.asarray(np.stack([of(each) for each in stack]))
+        for of, stack in ((pack, nibbles), (pack_scales, scales))
     )
     return MXFP4Weight(codes=codes, scales=held, length=nibbles.shape[-1])
 
@@ -85,8 +85,8 @@ def test_a_weight_is_as_its_format_says(format: WeightFormat, shape: tuple[int, 
 
 def test_every_nibble_of_every_place_is_its_number() -> None:
     """Inputs 0 to 15 of each of a group's four blocks."""
-    nibbles = np.tile(np.arange(16, dtype=np.uint8), 8)[None]
-    weight = packed(nibbles[None], np.full((1, 1, 4), 127, np.uint8))
+    nibbles = np.tile(np.arange(16, dtype=np.uint8), 8)[None].repeat(32, axis=0)
+    weight = packed(nibbles[None], np.full((1, 32, 4), 127, np.uint8))
     expected = np.tile([*E2M1, *(-x for x in E2M1)], 8)
     np.testing.assert_array_equal(np.asarray(weight.dense(np.float32)[0, :, 0]), expected)
 

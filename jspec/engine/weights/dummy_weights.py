@@ -28,7 +28,7 @@ from jspec.models.placement import Tables, abstract_params, nested, place_of
 # Small enough that a deep model's residual stream stays well inside bfloat16's range.
 STD = 0.02
 CODES_STD = 40.0  # of codes, whose largest is 448 in fp8 and 127 in int8
-SMALL_SCALE = 120  # 2 ** (120 - 127): random mxfp4 bits then have a deviation of 0.023
+SMALL_SCALES = 4 * b"\x78"  # 2 ** (120 - 127): random mxfp4 bits then have a deviation of 0.023
 
 
 def dummy_params(
@@ -84,7 +84,9 @@ class _Maker:
         if isinstance(like, MXFP4Weight):
             name = f"{name}['codes']"
             codes = self._drawn(hashed_bits, like.codes, place, name=name, entries=spec.entries)
-            small = jnp.full(like.scales.shape, SMALL_SCALE, like.scales.dtype, device=place)
+            small = jnp.full(
+                like.scales.shape, int.from_bytes(SMALL_SCALES), like.scales.dtype, device=place
+            )
             return replace(like, codes=codes, scales=small)
         if spec.init is Init.IDS:
             # Strictly ascending, since U <= V; the product needs 64 bits.

@@ -3,10 +3,12 @@ contains two values, low nibble first; a scale s means 2 ** (s - 127)."""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import numpy.typing as npt
 
-from jspec.device.mxfp4 import pack, padded_scales
+from jspec.device.mxfp4 import GROUPS, MOST_SCALE, MXFP4Weight, pack, pack_scales
 from jspec.errors import CheckpointError
 from jspec.models.files.tensor_files import HostArray
 
@@ -31,16 +33,32 @@ def unpack(blocks: HostArray, scales: HostArray, table: HostArray, *, name: str)
     return table[rows].reshape(scales.shape[0], -1)
 
 
-def codes_of(blocks: HostArray) -> HostArray:
-    """Convert u8 blocks [R, C, 16] to the kernels' codes, u16[R, 32 G] (device/mxfp4.py)."""
-    nibbles = np.stack((blocks & 15, blocks >> 4), axis=-1)
-    return pack(nibbles.reshape(blocks.shape[0], -1))
+class Packed(NamedTuple):
+    """Columns of one matrix, as device/mxfp4.py stores them."""
+
+    codes: HostArray  # u16[S, N, 64]
+    scales: HostArray  # u32[S, 2 * N]
+
+    def put(self, weight: MXFP4Weight, rows: slice, columns: slice) -> None:
+        """Copy `rows` of these columns to `columns` of a weight. Both are whole blocks of 32."""
+        weight.codes[:, columns] = self.codes[:, rows]
+        of_scales, of_rows = (
+            slice(GROUPS * each.start, GROUPS * each.stop) for each in (columns, rows)
+        )
+        weight.scales[:, of_scales] = self.scales[:, of_rows]
 
 
-def scales_of(scales: HostArray, *, name: str) -> HostArray:
-    """Convert u8 scales [R, C] to the kernels' [R, 4 G]. Raises CheckpointError for NaN (255)."""
+def packed(blocks: HostArray, scales: HostArray, *, name: str) -> Packed:
+    """Pack u8 blocks [N, C, 16] and scales [N, C]. Raises CheckpointError for NaN (255) and for
+    scales above 2 ** 1, which kernels cannot apply in one multiplication."""
     _check_scales(scales, name)
-    return padded_scales(scales)
+    if scales.max() > MOST_SCALE:
+        raise CheckpointError(
+            f"{name} has a scale of 2 ** {scales.max() - 127}; expected at most 2 ** "
+            f"{MOST_SCALE - 127} where mxfp4 stays packed (--quantization none unpacks it)"
+        )
+    nibbles = np.stack((blocks & 15, blocks >> 4), axis=-1)
+    return Packed(pack(nibbles.reshape(blocks.shape[0], -1)), pack_scales(scales))
 
 
 def _check_scales(scales: HostArray, name: str) -> None:

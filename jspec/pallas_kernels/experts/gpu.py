@@ -16,11 +16,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float, Int
 
-from jspec.device.mxfp4 import MXFP4Weight
 from jspec.device.weights import Weight
 from jspec.pallas_kernels.experts.api import ExpertBlocks, Mixed
 from jspec.pallas_kernels.experts.gpu_blocks import make_blocks
-from jspec.pallas_kernels.experts.gpu_mxfp4 import packed_products
 from jspec.pallas_kernels.experts.reference import gated
 from jspec.pallas_kernels.experts.tuning import ExpertsTuning, check_tiles, sizes_of
 from jspec.spec.layers.feed_forward import Gate
@@ -62,7 +60,7 @@ def gate_up_product(
     if "gate_up_bias" in params:
         operands.append(params["gate_up_bias"])
     return _call(
-        functools.partial(_gate_up, gate=gate, tuning=tuning, interpret=interpret),
+        functools.partial(_gate_up, gate=gate, tuning=tuning),
         operands,
         columns=sizes.inner,
         tile_n=tuning.gate_up_n,
@@ -84,7 +82,7 @@ def down_product(
 ) -> Float[Array, "rows E"]:
     """Return each pair's row times its expert's `down` [X, I, E]; padding is unwritten."""
     return _call(
-        functools.partial(_down, tuning=tuning, interpret=interpret),
+        functools.partial(_down, tuning=tuning),
         [inner_rows, down, blocks.expert, blocks.num_pairs],
         columns=size,
         tile_n=tuning.down_n,
@@ -131,7 +129,6 @@ def _gate_up(
     *bias_and_out: Any,
     gate: Gate,
     tuning: ExpertsTuning,
-    interpret: bool,
 ) -> None:
     *bias_ref, out_ref = bias_and_out
     inner, tile_n, dtype = out_ref.shape[1], tuning.gate_up_n, out_ref.dtype
@@ -153,7 +150,6 @@ def _gate_up(
             expert,
             (column, inner + column),
             tile_k=tuning.gate_up_k,
-            interpret=interpret,
         )
         first, up = biased(sums, bias_ref, expert, (column, inner + column), dtype=dtype)
         result = gated(first, up, gate=gate).astype(dtype)
@@ -168,7 +164,6 @@ def _down(
     out_ref: Any,
     *,
     tuning: ExpertsTuning,
-    interpret: bool,
 ) -> None:
     block, start = pl.program_id(0), pl.program_id(1) * tuning.down_n
     num_pairs = plt.load(num_pairs_ref.at[block])
@@ -187,7 +182,6 @@ def _down(
             expert,
             (column,),
             tile_k=tuning.down_k,
-            interpret=interpret,
         )
         plt.store(
             out_ref.at[row[:, None], column[None]],
@@ -224,13 +218,8 @@ def tile_products(
     columns: tuple[jax.Array, ...],
     *,
     tile_k: int,
-    interpret: bool,
 ) -> tuple[jax.Array, ...]:
     """Return f32 rows[row] @ weights[expert, :, c] for c of `columns`, 0 where not is_pair."""
-    if isinstance(weights_ref, MXFP4Weight):
-        return packed_products(
-            rows_ref, row, is_pair, weights_ref, expert, columns, tile_k=tile_k, interpret=interpret
-        )
     step = jnp.arange(tile_k, dtype=jnp.int32)
 
     def add(k: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:

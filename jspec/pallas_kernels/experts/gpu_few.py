@@ -132,7 +132,6 @@ def gate_up(
             has_shared=shared is not None,
             gate=gate,
             tuning=tuning,
-            interpret=interpret,
         ),
         grid=(ids.size, inner // tuning.gate_up_n),
         out_shape=jax.ShapeDtypeStruct((ids.size, inner), x.dtype),
@@ -177,7 +176,6 @@ def choose_and_gate_up(
             weight_scale=weight_scale,
             gate=gate,
             tuning=tuning,
-            interpret=interpret,
         ),
         grid=(num_places, inner // tuning.gate_up_n),
         out_shape=(
@@ -205,7 +203,7 @@ def down(
     """Return each pair's row times its expert's `down` [X, I, E], at t * k + j. size: E."""
     extra = [] if shared is None else [shared.down[None]]
     out: jax.Array = pl.pallas_call(
-        functools.partial(_down, tuning=tuning, interpret=interpret),
+        functools.partial(_down, tuning=tuning),
         grid=(ids.size, size // tuning.down_n),
         out_shape=jax.ShapeDtypeStruct((ids.size, size), inner_rows.dtype),
         compiler_params=plt.CompilerParams(
@@ -251,12 +249,11 @@ def _gate_up(
     has_shared: bool,
     gate: Gate,
     tuning: ExpertsTuning,
-    interpret: bool,
 ) -> None:
     *given, out_ref = rest
     bias_ref, shared_ref = (given[:-1], given[-1:]) if has_shared else (given, [])
     expert, is_first, has_it, row = _pairs_of(ids_ref, pl.program_id(0))
-    how: dict[str, Any] = {"gate": gate, "tuning": tuning, "interpret": interpret}
+    how: dict[str, Any] = {"gate": gate, "tuning": tuning}
     tile = _gate_up_tile(x_ref, gate_up_ref, bias_ref, out_ref, **how)
     is_shared = expert == gate_up_ref.shape[0]
     pl.when(is_first & ~is_shared)(lambda: tile(expert, has_it, row))
@@ -277,7 +274,6 @@ def _choose_and_gate_up(
     weight_scale: float,
     gate: Gate,
     tuning: ExpertsTuning,
-    interpret: bool,
 ) -> None:
     *others, out_ref, ids_ref, weights_ref = rest
     given = {name: [ref] for name, ref in zip(names, others, strict=True)}
@@ -303,7 +299,7 @@ def _choose_and_gate_up(
 
     lane = jnp.arange(MOST_TOKENS, dtype=jnp.int32)
     rows = (lane == 0, jnp.where(lane == 0, place, ids_ref.shape[1] + lane))
-    how: dict[str, Any] = {"gate": gate, "tuning": tuning, "interpret": interpret}
+    how: dict[str, Any] = {"gate": gate, "tuning": tuning}
     tile = _gate_up_tile(x_ref, gate_up_ref, given.get("gate_up_bias", []), out_ref, **how)
     if "shared" not in given:
         tile(expert, *rows)
@@ -321,7 +317,6 @@ def _gate_up_tile(
     *,
     gate: Gate,
     tuning: ExpertsTuning,
-    interpret: bool,
 ) -> Callable[[jax.Array, jax.Array, jax.Array], None]:
     """Return a function of (expert, mask of its tokens, the row of each) for this tile."""
     inner, dtype = out_ref.shape[1], out_ref.dtype
@@ -339,7 +334,6 @@ def _gate_up_tile(
             expert,
             columns,
             tile_k=tuning.gate_up_k,
-            interpret=interpret,
         )
         first, up = biased(sums, bias_ref, expert, columns, dtype=dtype)
         result = gated(first, up, gate=gate).astype(dtype)
@@ -354,7 +348,6 @@ def _down(
     ids_ref: Any,
     *shared_and_out: Any,
     tuning: ExpertsTuning,
-    interpret: bool,
 ) -> None:
     *shared_ref, out_ref = shared_and_out
     expert, is_first, has_it, row = _pairs_of(ids_ref, pl.program_id(0))
@@ -370,7 +363,6 @@ def _down(
             expert,
             (column,),
             tile_k=tuning.down_k,
-            interpret=interpret,
         )
         plt.store(
             out_ref.at[row[:, None], column[None]],

@@ -3,11 +3,12 @@ device is needed."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from jspec.device.mxfp4 import GROUP, MXFP4Weight
+from jspec.device.mxfp4 import MXFP4Weight
 from jspec.pallas_kernels.experts.api import num_blocks
 from jspec.pallas_kernels.gated_mlp.tuning import NUM_BLOCKS, SHARED_BYTES
 from jspec.pallas_kernels.shapes import GPT_OSS_20B, QWEN3_30B_A3B
@@ -40,9 +41,8 @@ class ExpertsTuning:
         down = self.down_k * (self.tile_m + self.down_n) * (self.down_stages or self.num_stages)
         return 2 * max(gate_up, down)
 
-    def problem(self, size: int, inner: int, *, is_packed: bool = False) -> str | None:
-        """Return why experts of E = size and I = inner cannot use these tiles, or None. is_packed:
-        iterations are whole groups (device/mxfp4.py), and the last may be shorter."""
+    def problem(self, size: int, inner: int) -> str | None:
+        """Return why experts of E = size and I = inner cannot use these tiles, or None."""
         tiles = {
             "gate_up_k": (self.gate_up_k, "E", size),
             "gate_up_n": (self.gate_up_n, "I", inner),
@@ -53,12 +53,9 @@ class ExpertsTuning:
             if tile < LEAST or tile & (tile - 1):
                 return f"{name} is {tile}; expected a power of two from {LEAST}"
         for name, (tile, what, length) in tiles.items():
-            if is_packed and name.endswith("_k"):
-                if tile % GROUP:
-                    return f"{name} is {tile}; expected whole groups of {GROUP}"
-            elif length % tile:
+            if length % tile:
                 return f"{name} {tile} does not divide {what} {length}"
-        if self.shared_bytes > SHARED_BYTES and not is_packed:
+        if self.shared_bytes > SHARED_BYTES:
             return f"{self.shared_bytes} bytes of shared memory are needed; {SHARED_BYTES} exist"
         return None
 
@@ -77,8 +74,8 @@ def sizes_of(params: Mapping[str, Any]) -> Sizes:
 
 def check_tiles(tuning: ExpertsTuning, params: Mapping[str, Any]) -> Sizes:
     """Return the experts' sizes. Raises ValueError if the tiles do not fit them."""
-    _, size, inner, is_packed = sizes = sizes_of(params)
-    if problem := tuning.problem(size, inner, is_packed=is_packed):
+    _, size, inner, _ = sizes = sizes_of(params)
+    if problem := tuning.problem(size, inner):
         raise ValueError(f"the experts' tiles do not serve E {size} and I {inner}: {problem}")
     return sizes
 
@@ -87,16 +84,13 @@ def choose_experts(
     num_pairs: int, *, num_experts: int, size: int, inner: int, is_packed: bool = False
 ) -> ExpertsTuning | None:
     """Return tiles for num_pairs (token, expert) pairs, E = size and I = inner; None: use XLA, for
-    sizes that no tile divides, 0 pairs, and packed weights if unpacking first is faster."""
-    if not num_pairs or size % LEAST or inner % LEAST:
+    sizes that no tile divides, 0 pairs, and packed weights."""
+    if not num_pairs or size % LEAST or inner % LEAST or is_packed:
         return None
     if num_experts * size * 2 * inner > MOST_ELEMENTS:
         return None
     rows = -(-num_pairs // num_experts)
-    if is_packed and rows > MOST_PACKED:
-        return None
-    longest = MOST_PACKED_BLOCK if is_packed else 64 if rows <= 64 else 128
-    tile_m = min(max(1 << (rows + rows // 4 - 1).bit_length(), LEAST), longest)
+    tile_m = min(max(1 << (rows + rows // 4 - 1).bit_length(), LEAST), 64 if rows <= 64 else 128)
     blocks = num_blocks(num_pairs, num_experts, tile_m)
     tuning = ExpertsTuning(
         tile_m=tile_m,
@@ -107,20 +101,21 @@ def choose_experts(
         num_warps=8 if tile_m == 128 else 4,
         num_stages=3 if tile_m >= 64 else 4,  # so more programs fit
     )
-    if is_packed:
-        warps = 2 if tile_m == LEAST else 4
-        tuning = replace(tuning, num_warps=warps, **PACKED)
-    return tuning if tuning.problem(size, inner, is_packed=is_packed) is None else None
+    return tuning if tuning.problem(size, inner) is None else None
 
 
-# Packed weights are multiplied directly up to MOST_PACKED pairs per expert on average; above, they
-# are unpacked to memory first, which is faster for prefill. The tiles for few tokens are the
-# fastest measured on an H200 at gpt-oss-20b's sizes (experts_mxfp4_h200.json). For more tokens,
-# blocks of 32 are the longest whose sums stay in registers, and the fastest.
-MOST_PACKED, MOST_PACKED_BLOCK = 64, 32
-FEW_PACKED = {"gate_up_k": 256, "down_k": 256, "num_stages": 2, "down_stages": 0}
-FEW_PACKED_COLUMNS = 32
-PACKED = {"gate_up_k": 128, "down_k": 128, "num_stages": 4}
+def choose_packed(
+    num_pairs: int, *, num_experts: int, size: int, inner: int, is_packed: bool
+) -> int | None:
+    """Return the rows of a block for num_pairs of mxfp4 experts, which few experts exceed. None:
+    unpack them first, which is faster for many pairs, or needed for other sizes."""
+    if not is_packed or not 0 < num_pairs <= MOST_PACKED * num_experts or size % 64 or inner % 32:
+        return None
+    rows = num_pairs / num_experts
+    return min(-(-math.ceil(rows + 2 * rows**0.5) // 8) * 8, MOST_PACKED)
+
+
+MOST_PACKED = 64  # pairs of a packed expert on average, and rows of a block
 
 # Tiles of gpu_few by (E, I); other sizes use the widest tiles up to 64, whose rows are lines of the
 # L2 cache (128 bytes). No tiles were more than 3% faster at 4 to 16 tokens on an H200
@@ -137,15 +132,12 @@ def choose_few(
     num_tokens: int, *, num_experts: int, size: int, inner: int, is_packed: bool = False
 ) -> ExpertsTuning | None:
     """Return tiles of gpu_few for num_tokens, E = size and I = inner; None if not supported."""
-    if not 1 <= num_tokens <= MOST_TOKENS or num_experts > MOST_RANKED:
+    if not 1 <= num_tokens <= MOST_TOKENS or num_experts > MOST_RANKED or is_packed:
         return None
     if size % LEAST or inner % LEAST or num_experts * size * 2 * inner > MOST_ELEMENTS:
         return None
     wide, deep = _largest(size, most=64), _largest(inner, most=64)
     widest = ExpertsTuning(gate_up_n=deep, gate_up_k=wide, down_n=wide, down_k=deep)
-    if is_packed:
-        deep, wide = min(deep, FEW_PACKED_COLUMNS), min(wide, FEW_PACKED_COLUMNS)
-        return replace(widest, gate_up_n=deep, down_n=wide, **FEW_PACKED)
     found = FEW.get((size, inner), widest)
     return FEW_ONE_TOKEN.get((size, inner), found) if num_tokens == 1 else found
 

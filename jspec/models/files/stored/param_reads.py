@@ -203,7 +203,10 @@ def read_param(
             continue
         for dest, stored in _stored_rows(tensors, part, spec, out):
             for rows, columns in pieces[i]:
-                _place(dest[..., columns], stored, slice(rows.start, rows.stop), part.form)
+                if isinstance(dest, MXFP4Weight):
+                    stored.put(dest, slice(rows.start, rows.stop), columns)
+                else:
+                    _place(dest[..., columns], stored, slice(rows.start, rows.stop), part.form)
     return out
 
 
@@ -245,8 +248,9 @@ def _place_by_rows(
 
 def _stored_rows(
     tensors: Tensors, part: Part, spec: ParamSpec, out: Weight
-) -> Iterator[tuple[HostArray, HostArray]]:
-    """Yield (destination in `out`, stored entries) per tensor, unpacking one matrix at a time."""
+) -> Iterator[tuple[Any, Any]]:
+    """Yield (destination in `out`, stored entries) per tensor, unpacking one matrix at a time.
+    Those of a packed weight are an MXFP4Weight and `mxfp4.Packed`."""
     if part.format is not None:
         names = tuple(part.tensors)
         table = None if isinstance(out, MXFP4Weight) else mxfp4.pair_table(out.dtype)
@@ -256,8 +260,10 @@ def _stored_rows(
             if table is not None:
                 yield out[index], mxfp4.unpack(blocks, scales, table, name=name)
             else:
-                yield out.codes[index], mxfp4.codes_of(blocks)
-                yield out.scales[index], mxfp4.scales_of(scales, name=name)
+                dest = MXFP4Weight(
+                    codes=out.codes[index], scales=out.scales[index], length=out.length
+                )
+                yield dest, mxfp4.packed(blocks, scales, name=name)
         return
     if part.stack:
         for index, entry in enumerate(_entries(spec)):
