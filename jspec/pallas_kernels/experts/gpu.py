@@ -20,6 +20,7 @@ from jspec.device.mxfp4 import MXFP4Weight
 from jspec.device.weights import Weight
 from jspec.pallas_kernels.experts.api import ExpertBlocks, Mixed
 from jspec.pallas_kernels.experts.gpu_blocks import make_blocks
+from jspec.pallas_kernels.experts.gpu_fp8 import ColumnMajor, fp8_products, operand
 from jspec.pallas_kernels.experts.gpu_mxfp4 import packed_products
 from jspec.pallas_kernels.experts.reference import gated
 from jspec.pallas_kernels.experts.tuning import ExpertsTuning, check_tiles, sizes_of
@@ -58,7 +59,7 @@ def gate_up_product(
 ) -> Float[Array, "rows I"]:
     """Return each pair's activated inner row, at its place; padding rows are not written."""
     sizes = sizes_of(params)
-    operands = [x, params["gate_up"], blocks.expert, blocks.num_pairs, blocks.token]
+    operands = [x, operand(params["gate_up"]), blocks.expert, blocks.num_pairs, blocks.token]
     if "gate_up_bias" in params:
         operands.append(params["gate_up_bias"])
     return _call(
@@ -85,7 +86,7 @@ def down_product(
     """Return each pair's row times its expert's `down` [X, I, E]; padding is unwritten."""
     return _call(
         functools.partial(_down, tuning=tuning, interpret=interpret),
-        [inner_rows, down, blocks.expert, blocks.num_pairs],
+        [inner_rows, operand(down), blocks.expert, blocks.num_pairs],
         columns=size,
         tile_n=tuning.down_n,
         blocks=blocks,
@@ -231,6 +232,8 @@ def tile_products(
         return packed_products(
             rows_ref, row, is_pair, weights_ref, expert, columns, tile_k=tile_k, interpret=interpret
         )
+    if isinstance(weights_ref, ColumnMajor):
+        return fp8_products(rows_ref, row, is_pair, weights_ref, expert, columns, tile_k=tile_k)
     step = jnp.arange(tile_k, dtype=jnp.int32)
 
     def add(k: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:

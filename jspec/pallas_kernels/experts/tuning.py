@@ -113,6 +113,19 @@ def choose_experts(
     return tuning if tuning.problem(size, inner, is_packed=is_packed) is None else None
 
 
+def for_fp8(tuning: ExpertsTuning, sizes: Sizes) -> ExpertsTuning:
+    """Return tiles of fp8 experts: as many bytes a load as of 16 bits, and inputs of one block."""
+    return replace(
+        tuning,
+        gate_up_k=_largest(sizes.size, most=FP8_INPUTS),
+        down_k=_largest(sizes.inner, most=FP8_INPUTS),
+    )
+
+
+FP8_INPUTS = 128  # inputs an iteration
+# Above this many pairs per expert on average, fp8 experts are unpacked to memory first.
+MOST_FP8 = 128
+
 # Packed weights are multiplied directly up to MOST_PACKED pairs per expert on average; above, they
 # are unpacked to memory first, which is faster for prefill. The tiles for few tokens are the
 # fastest measured on an H200 at gpt-oss-20b's sizes (experts_mxfp4_h200.json). For more tokens,
