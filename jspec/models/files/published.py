@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import numpy.typing as npt
 
@@ -64,7 +66,13 @@ def published_tensor(
     """Return one tensor as a checkpoint would store it unpacked, in the served dtype."""
     whole: HostArray | None = None
     for spec, layout in stored:
-        host = unsharded(spec, np.asarray(dense(served(spec.path), dtype)), shards=shards)
+        weight = served(spec.path)
+        part = next(part for part in layout if name in part.names)
+        if part.stack and isinstance(weight, W8A8Weight):  # unpack no other
+            entry = part.names.index(name)
+            weight = jax.tree.map(itemgetter(spec.stored_entries.index(entry)), weight)
+            spec, layout = _matrix(spec, layout, entry)
+        host = unsharded(spec, np.asarray(dense(weight, dtype)), shards=shards)
         if spec.entries is not None:  # one copy of each expert
             host = host[[spec.entries.index(entry) for entry in sorted({*spec.entries})]]
         if spec.is_integer:  # a vocabulary map, which is stored as offsets
@@ -77,6 +85,12 @@ def published_tensor(
                 put_piece(whole, part, piece)
     assert whole is not None
     return whole
+
+
+def _matrix(spec: ParamSpec, layout: Layout, entry: int) -> tuple[ParamSpec, Layout]:
+    """Return one matrix of a stack, by its stored index."""
+    own = replace(spec, shape=spec.shape[1:], axes=spec.axes[1:], entries=None)
+    return own, tuple(replace(part, name=part.name.format(entry), stack=0) for part in layout)
 
 
 def changed_reads(
