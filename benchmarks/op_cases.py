@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.layout import Format, Layout
 
 from benchmarks.floors import experts_touched, weight_bytes
 from jspec.device.weights import weight_of
@@ -309,6 +310,11 @@ def moe_weights(shape: ModelShape, seed: int) -> dict[str, dict[str, Any]]:
     def packed(spec: Any) -> jax.Array:
         if spec.dtype == "uint32":  # four scales of 120, for a deviation of 2.9 / 128
             return jnp.full(spec.shape, 0x78787878, jnp.uint32)
+        if spec.dtype == "float32":  # scales of fp8, for a deviation of 1 / 32
+            return jnp.full(spec.shape, 1 / 1280, jnp.float32)
+        if spec.dtype == "float8_e4m3fn":  # column-major, as a model's
+            codes = normal(next(rng), *spec.shape, scale=40.0).astype(spec.dtype)
+            return jax.device_put(codes, Format(Layout(major_to_minor=(0, 2, 1)), codes.sharding))
         return jax.random.bits(jax.random.key(next(rng)), spec.shape, jnp.dtype(spec.dtype))
 
     def experts(name: str, size: tuple[int, ...]) -> Any:

@@ -157,7 +157,7 @@ def compiled(case: Case, ops: Ops, arguments: Arguments) -> Any:
     def abstract(x: Any) -> Any:
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.format)
 
-    read = jax.tree.map(abstract, arguments.read) if case.column_major else arguments.read
+    read = jax.tree.map(abstract, arguments.read)
     options = ops.compiler_options(decode_tokens=case.decode_tokens)
     lowered = jax.jit(program, donate_argnums=0).lower(arguments.updated, read)
     return lowered.compile(compiler_options=options or None)

@@ -1,7 +1,7 @@
 """Weights in fp8 (e4m3) times float32 scales, per output channel or per 128 x 128 block.
 
-On a device the codes are column-major, [out, in] in memory, as matrix units read them: `codes.T` is
-free.
+On a device the codes are column-major, [.., out, in] in memory, as matrix units read them: swapping
+the last two axes is free.
 """
 
 from __future__ import annotations

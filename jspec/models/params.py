@@ -12,7 +12,7 @@ shard by shard, each part's share (`shard_columns`). For H = 4 heads and G = 2 k
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -113,6 +113,11 @@ class ParamSpec:
     @property
     def is_integer(self) -> bool:
         return self.format == INTEGERS
+
+    @property
+    def stored_entries(self) -> Sequence[int]:
+        """The stored index of each entry of a stack (the first dimension)."""
+        return range(self.shape[0]) if self.entries is None else self.entries
 
     @property
     def readable(self) -> tuple[tuple[Part, ...], ...]:

@@ -49,7 +49,9 @@ def place_of(mesh: Mesh, spec: ParamSpec, *, column_major: bool) -> Any:
     partition = _partition_of(spec)
     if isinstance(partition, W8A8Weight):
         codes, scales = (NamedSharding(mesh, x) for x in (partition.codes, partition.scales))
-        return replace(partition, codes=Format(Layout(major_to_minor=(1, 0)), codes), scales=scales)
+        *stack, length, width = range(len(spec.shape))
+        turned = Layout(major_to_minor=(*stack, width, length))
+        return replace(partition, codes=Format(turned, codes), scales=scales)
     split = NamedSharding(mesh, partition)
     if spec.init is Init.TABLE:
         return Format(Layout(major_to_minor=(0, 1)), split)

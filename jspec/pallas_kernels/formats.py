@@ -36,6 +36,8 @@ TABLE: Mapping[tuple[type[WeightFormat], Op, str], Reads | None] = {
         (kind, op, bundle): Reads()
         for kind, op, bundle in itertools.product((FP8, INT8), (Op.LINEAR, Op.GATED), BUNDLES)
     },
+    # XLA unpacks one layer's experts at a time. On a TPU that would read experts without tokens.
+    **{(FP8, Op.EXPERTS, bundle): Reads() for bundle in ("reference", "xla", "gpu")},
 }
 
 

@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 
 from jspec.device.fp8 import FP8Weight
 from jspec.device.int8 import INT8Weight
-from jspec.device.weights import Weight, dense
+from jspec.device.weights import Weight
 from jspec.pallas_kernels import hopper
 from jspec.pallas_kernels.add_norm import gpu as add_norm_gpu
 from jspec.pallas_kernels.attention import gpu as paged_attention_gpu
@@ -27,11 +27,14 @@ from jspec.pallas_kernels.delta_rule import reference as delta_rule
 from jspec.pallas_kernels.experts import gpu as experts_gpu
 from jspec.pallas_kernels.experts import gpu_few, gpu_many, gpu_mixed_norm, gpu_mxfp4
 from jspec.pallas_kernels.experts.api import KERNEL_GATES, Mixed
+from jspec.pallas_kernels.experts.reference import PRODUCTS, unpacked
 from jspec.pallas_kernels.experts.tuning import (
+    MOST_FP8,
     MOST_RANKED,
     choose_experts,
     choose_few,
     choose_packed,
+    for_fp8,
     sizes_of,
 )
 from jspec.pallas_kernels.fp8_product import gpu as fp8_product_gpu
@@ -296,7 +299,7 @@ class GpuOps(Ops):
         shards: int = 1,
     ) -> jax.Array:
         """Use Triton for any token count, since XLA's grouped product reads every expert."""
-        params, run = _planned(params, -(-ids.size // shards), dtype=x.dtype)
+        x, params, run = _planned(x, params, -(-ids.size // shards))
         if run is None or gate not in KERNEL_GATES:
             return Ops.experts(self, x, ids, weights, params, gate=gate, shards=shards)
         mixed = run(x, ids, weights, params, gate=gate, interpret=self.interpret)
@@ -319,11 +322,13 @@ class GpuOps(Ops):
         if "factors" in router or (spec.has_router_bias and router["kernel"].dtype != x.dtype):
             return None
         how: dict[str, Any] = {"eps": eps, "spec": spec, "interpret": self.interpret}
-        few = choose_few(x.shape[0], **sizes_of(params["experts"])._asdict())
+        sizes = sizes_of(params["experts"])
+        few = choose_few(x.shape[0], **sizes._asdict())
         if few is not None:
+            few = for_fp8(few, sizes) if _has_fp8(params["experts"]) else few
             shared = None if self.columns else gpu_few.shared_of(params, spec)
             return gpu_few.moe_of_sum(x, delta, scale, params, tuning=few, shared=shared, **how)
-        experts, run = _planned(params["experts"], x.shape[0] * spec.top_k, dtype=x.dtype)
+        x, experts, run = _planned(x, params["experts"], x.shape[0] * spec.top_k)
         if run is None:
             return None
         params = {**params, "experts": experts}
@@ -385,17 +390,26 @@ class GpuOps(Ops):
 
 
 def _planned(
-    params: dict[str, Any], num_pairs: int, *, dtype: DTypeLike
-) -> tuple[dict[str, Any], Callable[..., Mixed] | None]:
-    """Return (params, run_experts with its tiles). For many tokens mxfp4 is unpacked first."""
+    x: jax.Array, params: dict[str, Any], num_pairs: int
+) -> tuple[jax.Array, dict[str, Any], Callable[..., Mixed] | None]:
+    """Return (x, params, run_experts with its tiles). For many tokens packed experts are unpacked
+    first."""
     sizes = sizes_of(params)
-    if sizes.is_packed:
-        tile_m = choose_packed(num_pairs, **sizes._asdict())
-        if tile_m is not None and hopper.has_mosaic_gpu() and dtype == jnp.bfloat16:
-            return params, partial(gpu_mxfp4.run_experts, tile_m=tile_m)
-        params = {**params, **{name: dense(params[name], dtype) for name in ("down", "gate_up")}}
-    tuning = choose_experts(num_pairs, **sizes_of(params)._asdict())
-    return params, None if tuning is None else partial(experts_gpu.run_experts, tuning=tuning)
+    rows = choose_packed(num_pairs, **sizes._asdict())
+    if rows is not None and hopper.has_mosaic_gpu() and x.dtype == jnp.bfloat16:
+        return x, params, partial(gpu_mxfp4.run_experts, tile_m=rows)
+    tuning = choose_experts(num_pairs, **sizes._asdict())
+    has_fp8 = _has_fp8(params)
+    if has_fp8 and tuning is not None and num_pairs <= MOST_FP8 * sizes.num_experts:
+        return x, params, partial(experts_gpu.run_experts, tuning=for_fp8(tuning, sizes))
+    if sizes.is_packed or (has_fp8 and tuning is not None):
+        x, params = unpacked(x, params)
+        tuning = choose_experts(num_pairs, **sizes_of(params)._asdict())
+    return x, params, None if tuning is None else partial(experts_gpu.run_experts, tuning=tuning)
+
+
+def _has_fp8(params: dict[str, Any]) -> bool:
+    return any(isinstance(params[name], FP8Weight) for name in PRODUCTS)
 
 
 def gpu_problem(

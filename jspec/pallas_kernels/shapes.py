@@ -9,7 +9,7 @@ from jspec.spec.layers.attention import AttentionSpec, LatentAttentionSpec
 from jspec.spec.layers.delta_net import DeltaNetSpec
 from jspec.spec.layers.feed_forward import DenseSpec, FeedForward, Gate, MoESpec, Routing
 from jspec.spec.model_spec import Mixer
-from jspec.spec.weight_format import MXFP4, Formats, Op
+from jspec.spec.weight_format import FP8, MXFP4, Formats, Op
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +88,7 @@ QWEN3_30B_A3B = ModelShape(
     attention=AttentionSpec(num_heads=32, num_kv_heads=4, head_dim=128, qk_norm=True),
     ffn=MoESpec(num_experts=128, top_k=8, inner=768),
 )
+QWEN3_30B_A3B_FP8 = replace(QWEN3_30B_A3B, formats=((Op.EXPERTS, FP8(has_blocks=True)),))
 GPT_OSS_20B = ModelShape(
     hidden_size=2880,
     vocab_size=201088,
@@ -143,6 +144,7 @@ MODELS: Mapping[str, ModelShape] = {
     "llama-3.1-8b": LLAMA_3_1_8B,
     "llama-3.1-70b": LLAMA_3_1_70B,
     "qwen3-30b-a3b": QWEN3_30B_A3B,
+    "qwen3-30b-a3b-fp8": QWEN3_30B_A3B_FP8,
     "gpt-oss-20b": GPT_OSS_20B,
     "gpt-oss-20b-mxfp4": GPT_OSS_20B_MXFP4,
     "qwen3.5-9b": QWEN3_5_9B,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,12 @@ import numpy as np
 from safetensors.numpy import load_file, save_file
 
 from jspec.models.files.checkpoint import save_target
+from jspec.models.files.tensor_files import open_tensors
 from jspec.models.placement import init_params
 from jspec.models.registry import table_of
-from jspec.spec.model_spec import ModelSpec, uniform_decoder
+from jspec.spec.layers.attention import AttentionSpec
+from jspec.spec.layers.feed_forward import MoESpec
+from jspec.spec.model_spec import LayerSpec, ModelSpec, uniform_decoder
 
 E4M3 = ml_dtypes.float8_e4m3fn
 LARGEST = 448.0
@@ -129,19 +133,46 @@ def wide_spec(*, inner: int = 384) -> ModelSpec:
     )
 
 
+def moe_spec(*, inner: int = 256, num_layers: int = 1) -> ModelSpec:
+    """Return a spec with four experts in each layer, whose halves end with blocks."""
+    attention = AttentionSpec(num_heads=4, num_kv_heads=4, head_dim=64, qk_norm=True)
+    ffn = MoESpec(num_experts=4, top_k=2, inner=inner)
+    layer = LayerSpec(attention=attention, ffn=ffn, eps=1e-5)
+    return replace(wide_spec(), layers=(layer,) * num_layers, family="qwen3_moe")
+
+
 def write_plain(path: Path, spec: ModelSpec, *, seed: int = 0) -> Path:
     save_target(path, spec, init_params(table_of(spec), seed=seed), dtype=np.float32)
     return path
 
 
-def write_fp8(plain: Path, path: Path, layout: str) -> Path:
-    """Write the checkpoint with packed projections to `path`; return a directory with them as
-    float32."""
+def fuse_experts(path: Path) -> None:
+    """Store each layer's experts as two tensors, as transformers 5 does."""
+    with open_tensors(path) as opened:
+        tensors = {name: opened.read(name) for name in opened.sources}
+    found: dict[str, dict[int, dict[str, np.ndarray]]] = {}
+    for name in [name for name in tensors if ".experts." in name]:
+        before, after = name.split(".experts.")
+        expert, projection, kind = after.split(".")
+        end = kind.removeprefix("weight")
+        of_layer = found.setdefault(f"{before}.experts.{{}}{end}", {})
+        of_layer.setdefault(int(expert), {})[projection] = tensors.pop(name)
+    for name, experts in found.items():
+        each = [experts[expert] for expert in range(len(experts))]
+        halves = [np.concatenate([one["gate_proj"], one["up_proj"]]) for one in each]
+        tensors[name.format("gate_up_proj")] = np.stack(halves)
+        tensors[name.format("down_proj")] = np.stack([one["down_proj"] for one in each])
+    save_file(tensors, path / "model.safetensors")
+
+
+def write_fp8(plain: Path, path: Path, layout: str, *, only: str = "proj") -> Path:
+    """Write the checkpoint with packed projections (names with `only`) to `path`; return a
+    directory with them as float32."""
     config, pack, end = LAYOUTS[layout]
     shutil.copytree(plain, path)
     tensors = load_file(plain / "model.safetensors")
     numbers = dict(tensors)
-    for name in [name for name in tensors if "proj" in name]:
+    for name in [name for name in tensors if "proj" in name and only in name]:
         codes, scales = pack(tensors[name])
         tensors |= {name: codes, f"{name}{end}": scales}
         numbers[name] = values_of(codes, scales)

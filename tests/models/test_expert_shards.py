@@ -14,6 +14,7 @@ from safetensors.numpy import load_file
 
 from jspec.config.engine_args import EngineArgs
 from jspec.config.expert_placement import ExpertMap
+from jspec.device.fp8 import FP8Weight
 from jspec.device.mxfp4 import MXFP4Weight
 from jspec.device.parallel import Parallel
 from jspec.engine.weights.loading import LoadedModels, load_models, resolve_paths
@@ -30,6 +31,7 @@ from jspec.spec.expert_shards import experts_by_layer, has_experts, on_expert_sh
 from jspec.spec.weight_format import MXFP4, Op
 from tests.engine.test_served_weights import Params
 from tests.models.family_checkpoints import FAMILY_CHECKPOINTS, GOLDEN, logits_over
+from tests.models.fp8_checkpoints import moe_spec, write_fp8, write_plain
 from tests.models.test_gpt_oss import write_packed
 from tests.support.golden_arrays import arrays_of
 
@@ -178,7 +180,7 @@ def placement(path: Path, directory: Path, *, spares: int) -> tuple[ExpertMap, d
     return placed, {"init_expert_location": str(file), "ep_num_redundant_experts": spares}
 
 
-@pytest.mark.parametrize("load_format", ["auto", "packed", "dummy"])
+@pytest.mark.parametrize("load_format", ["auto", "packed", "fp8", "fp8, dummy", "dummy"])
 def test_placed_experts_are_those_of_the_map(
     load_format: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -188,7 +190,10 @@ def test_placed_experts_are_those_of_the_map(
         monkeypatch.setitem(formats.TABLE, (MXFP4, Op.EXPERTS, "xla"), reads)  # type: ignore[arg-type]
         path, mesh = tmp_path / "packed", Parallel(expert=2)
         write_packed(path)
-    more = {"load_format": "dummy"} if load_format == "dummy" else {}
+    if "fp8" in load_format:
+        path, mesh = tmp_path / "fp8", Parallel(expert=2)
+        write_fp8(write_plain(tmp_path / "plain", moe_spec()), path, "blocks")
+    more = {"load_format": "dummy"} if "dummy" in load_format else {}
     placed, how = placement(path, tmp_path, spares=2)
     one, split = (
         load(path, each, **more, **given).params["target"]
@@ -198,7 +203,9 @@ def test_placed_experts_are_those_of_the_map(
         experts = one["layers"][layer]["moe"]["experts"]
         for name in set(experts) - {"down_bias"}:
             own = split["layers"][layer]["moe"]["experts"][name]
-            assert isinstance(own, MXFP4Weight) == (load_format == "packed" and "bias" not in name)
+            is_packed = load_format == "packed" and "bias" not in name
+            assert isinstance(own, MXFP4Weight) == is_packed
+            assert isinstance(own, FP8Weight) == ("fp8" in load_format)
             for whole, parts in zip(
                 jax.tree.leaves(experts[name]), jax.tree.leaves(own), strict=True
             ):

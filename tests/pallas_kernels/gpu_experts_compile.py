@@ -6,6 +6,7 @@ and ptxas. Prints one line per shape.
 
 from __future__ import annotations
 
+import re
 from functools import partial
 from typing import Any
 
@@ -13,13 +14,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import topologies
+from jax.experimental.layout import Format, Layout
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jspec.device.weights import weight_of
 from jspec.pallas_kernels.bundles import OPS
 from jspec.pallas_kernels.experts.gpu import run_experts
 from jspec.pallas_kernels.experts.tuning import ExpertsTuning, choose_experts
 from jspec.pallas_kernels.shapes import GPT_OSS_20B, QWEN3_30B_A3B
 from jspec.spec.layers.feed_forward import Gate, MoESpec
+from jspec.spec.weight_format import FP8, ArraySpec
 from tests.pallas_kernels.gpu_kernel_compile import H200
 
 SHAPES = {
@@ -31,14 +35,23 @@ TOKENS = (1, 64, 256, 8192)
 MIXTURE_KERNELS = {1: 4, 4: 5, 16: 5, 256: 8}  # with the norm after it, by tokens
 
 
-def compile_moe(name: str, tokens: int, array: Any, mesh: Mesh) -> None:
-    """Compile an MoE with its norms, as a layer runs it."""
+FP8_CASES = ((1, True), (16, True), (256, True), (4, False), (256, False))  # tokens, has_blocks
+
+
+def compile_moe(
+    name: str, tokens: int, array: Any, mesh: Mesh, *, format: FP8 | None = None
+) -> None:
+    """Compile an MoE with its norms, as a layer runs it. format: of the experts."""
     spec, size = SHAPES[name].ffn, SHAPES[name].hidden_size
     assert isinstance(spec, MoESpec)
     params = {
         part: {key: array(shape, jnp.bfloat16) for key, shape in entry.items()}
         for part, entry in SHAPES[name].moe_params.items()
     }
+    if format is not None:
+        params["experts"] = {
+            key: packed(format, weight.shape, array) for key, weight in params["experts"].items()
+        }
 
     def layer(x: jax.Array, scale: jax.Array, params: Any) -> Any:
         fused = OPS["gpu"].moe_of_sum(x, x, scale, params, eps=1e-6, spec=spec)
@@ -53,7 +66,22 @@ def compile_moe(name: str, tokens: int, array: Any, mesh: Mesh) -> None:
     kernels = text.count('custom_call_target="__gpu$xla.gpu.triton"')
     if kernels != MIXTURE_KERNELS[tokens]:
         raise SystemExit(f"{name}, {tokens} tokens: {kernels} Triton kernels")
-    print("compiled", name, tokens, "mixture")
+    if re.search(r"f8e4m3fn\S* (copy|transpose|fusion)\(", text):
+        raise SystemExit(f"{name}, {tokens} tokens: the codes are copied")
+    print("compiled", name, tokens, "mixture", format or "")
+
+
+def packed(format: FP8, shape: tuple[int, ...], array: Any) -> Any:
+    """Return a weight whose codes are column-major, as on a device."""
+
+    def make(own: ArraySpec) -> Any:
+        like = array(own.shape, own.dtype)
+        if own.dtype != "float8_e4m3fn":
+            return like
+        placed = Format(Layout(major_to_minor=(0, 2, 1)), like.sharding)
+        return jax.ShapeDtypeStruct(own.shape, own.dtype, sharding=placed)
+
+    return weight_of(format, shape, make)
 
 
 def summed(*arguments: Any, gate: Gate, tuning: ExpertsTuning) -> jax.Array:
@@ -69,6 +97,8 @@ def main() -> None:
     for name in ("qwen3-30b-a3b", "gpt-oss-20b"):  # a shard's sum comes before the residual
         for tokens in MIXTURE_KERNELS:
             compile_moe(name, tokens, array, mesh)
+    for tokens, has_blocks in FP8_CASES:
+        compile_moe("qwen3-30b-a3b", tokens, array, mesh, format=FP8(has_blocks=has_blocks))
     for name, shape in SHAPES.items():
         spec, (size, inner) = shape.ffn, shape.widths
         assert isinstance(spec, MoESpec)

@@ -9,7 +9,7 @@ import pytest
 from jspec.errors import ConfigError
 from jspec.pallas_kernels.bundles import OPS
 from jspec.pallas_kernels.formats import TABLE, Reads, resident_format
-from jspec.spec.weight_format import FORMATS, MXFP4, Dense, Op
+from jspec.spec.weight_format import FORMATS, FP8, MXFP4, Dense, Op, WeightFormat
 
 
 def test_the_table_is_total() -> None:
@@ -20,18 +20,23 @@ def test_the_table_is_total() -> None:
 
 
 @pytest.mark.parametrize(
-    ("bundle", "dtype", "shards", "decision"),
+    ("format", "bundle", "dtype", "shards", "decision"),
     [
-        ("gpu", "bfloat16", 1, "experts: mxfp4, kept packed"),
-        ("gpu", "float16", 1, "unpacked to float16: its kernel is for bfloat16"),
-        ("gpu", "bfloat16", 2, "unpacked to bfloat16: its kernel is for 1 shard, not 2"),
-        ("xla", "bfloat16", 1, "experts: mxfp4, unpacked to bfloat16: xla has no kernel for it"),
+        (MXFP4(), "gpu", "bfloat16", 1, "experts: mxfp4, kept packed"),
+        (MXFP4(), "gpu", "float16", 1, "unpacked to float16: its kernel is for bfloat16"),
+        (MXFP4(), "gpu", "bfloat16", 2, "unpacked to bfloat16: its kernel is for 1 shard, not 2"),
+        (MXFP4(), "xla", "bfloat16", 1, "mxfp4, unpacked to bfloat16: xla has no kernel for it"),
+        (FP8(), "gpu", "float16", 2, "experts: fp8, kept packed"),
+        (FP8(has_blocks=True), "xla", "float32", 1, "experts: fp8, kept packed"),
+        (FP8(), "tpu", "bfloat16", 1, "fp8, unpacked to bfloat16: tpu has no kernel for it"),
     ],
 )
-def test_what_stays_packed(bundle: str, dtype: str, shards: int, decision: str) -> None:
-    found, said = resident_format(MXFP4(), Op.EXPERTS, bundle=bundle, dtype=dtype, shards=shards)
+def test_what_stays_packed(
+    format: WeightFormat, bundle: str, dtype: str, shards: int, decision: str
+) -> None:
+    found, said = resident_format(format, Op.EXPERTS, bundle=bundle, dtype=dtype, shards=shards)
     assert decision in said
-    assert found == (MXFP4() if "kept" in decision else Dense(dtype))
+    assert found == (format if "kept" in decision else Dense(dtype))
 
 
 def test_a_pair_without_a_row_is_an_error_that_names_both() -> None:

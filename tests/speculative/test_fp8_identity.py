@@ -3,6 +3,7 @@ on it alone."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ from jspec.messages.request import Request
 from jspec.messages.step_options import StepOptions
 from jspec.models.files.checkpoint import load_target
 from jspec.models.registry import table_of
-from jspec.spec.model_spec import uniform_decoder
+from jspec.spec.layers.feed_forward import MoESpec
+from jspec.spec.model_spec import ModelSpec, uniform_decoder
 from tests.models.fp8_checkpoints import write_fp8, write_plain
 from tests.speculative.engines import (
     PLAIN,
@@ -60,13 +62,17 @@ def requests_of(temperature: float) -> list[Request]:
     ]
 
 
-def engines_of(path: Path, shapes: list[SpeculativeConfig], *, shards: int) -> list[Compiled]:
+def engines_of(
+    path: Path, spec: ModelSpec, shapes: list[SpeculativeConfig], *, shards: int
+) -> list[Compiled]:
     """Return an engine for each shape, of the packed checkpoint over `shards`."""
     wanted = Wanted(bundle="xla", dtype="float32", shards=shards)
-    formats = resident_formats(path, table_of(SPEC), wanted)
+    formats = resident_formats(path, table_of(spec), wanted)
     how: Any = {"dtype": np.float32, "shards": shards, "formats": formats}
-    params = load_target(path, SPEC, **how)
-    kernel = params["layers"][1]["mlp"]["gate_up"]["kernel"]
+    params = load_target(path, spec, **how)
+    layer = params["layers"][1]
+    moe = layer.get("moe")
+    kernel = layer["mlp"]["gate_up"]["kernel"] if moe is None else moe["experts"]["gate_up"]
     assert isinstance(kernel, W8A8Weight)
     return [
         build(
@@ -75,11 +81,19 @@ def engines_of(path: Path, shapes: list[SpeculativeConfig], *, shards: int) -> l
             shards=shards,
             variants=(StepOptions(),),
             params=(params, tiny_params()[1]),
-            target_spec=SPEC,
+            target_spec=spec,
             formats=formats,
         )
         for shape in shapes
     ]
+
+
+def with_experts() -> ModelSpec:
+    """Return SPEC with four experts a layer, whose `down` has two blocks of inputs."""
+    attention = replace(SPEC.one_layer.softmax_attention, qk_norm=True)
+    ffn = MoESpec(num_experts=4, top_k=2, inner=256)
+    layer = replace(SPEC.layers[0], attention=attention, ffn=ffn)
+    return replace(SPEC, layers=(layer,) * 2, family="qwen3_moe")
 
 
 def texts(engine: Compiled, requests: list[Request]) -> list[tuple[int, ...]]:
@@ -89,22 +103,27 @@ def texts(engine: Compiled, requests: list[Request]) -> list[tuple[int, ...]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("layout", "shards", "shapes"),
+    ("layout", "spec", "shards", "shapes"),
     [
-        pytest.param("fbgemm", 1, [TREE], marks=pytest.mark.exhaustive),
-        ("blocks", 2, [CHAIN]),
-        ("int8", 2, [TREE]),
+        pytest.param("fbgemm", SPEC, 1, [TREE], marks=pytest.mark.exhaustive),
+        ("blocks", SPEC, 2, [CHAIN]),
+        ("int8", SPEC, 2, [TREE]),
+        ("blocks", with_experts(), 1, [CHAIN]),
     ],
-    ids=["channels", "blocks on two shards", "int8 on two shards"],
+    ids=["channels", "blocks on two shards", "int8 on two shards", "experts"],
 )
 def test_a_chain_s_and_a_tree_s_text_are_plain_decoding_s(
-    layout: str, shards: int, shapes: list[SpeculativeConfig], tmp_path: Path
+    layout: str,
+    spec: ModelSpec,
+    shards: int,
+    shapes: list[SpeculativeConfig],
+    tmp_path: Path,
 ) -> None:
     packed = tmp_path / "packed"
-    write_fp8(write_plain(tmp_path / "plain", SPEC), packed, layout)
-    plain, *drafting = engines_of(packed, [PLAIN, *shapes], shards=shards)
+    write_fp8(write_plain(tmp_path / "plain", spec), packed, layout)
+    plain, *drafting = engines_of(packed, spec, [PLAIN, *shapes], shards=shards)
     # Shards of an int8 product use the scales of whole rows, so their number changes no text.
-    alone = engines_of(packed, [PLAIN], shards=1) if layout == "int8" else []
+    alone = engines_of(packed, spec, [PLAIN], shards=1) if layout == "int8" else []
     for temperature in (0.0, 1.0):
         requests = requests_of(temperature)
         expected = texts(plain, requests)

@@ -200,7 +200,7 @@ class Recipe:
     def parts(self, key: ProgramKey, *, mesh: Mesh) -> tuple[ProgramShape, Any, dict[str, Any]]:
         platform = mesh.devices.flat[0].platform
         weights = jax.tree.leaves(self.params, is_leaf=lambda x: isinstance(x, FP8Weight))
-        has_fp8 = any(isinstance(weight, FP8Weight) for weight in weights)
+        has_fp8 = any(isinstance(x, FP8Weight) and len(x.shape) == 2 for x in weights)
         how: dict[str, Any] = {
             "ops": self.program.ops,
             "has_fp8": has_fp8,

@@ -78,7 +78,9 @@ class _Maker:
         name: str,
     ) -> Weight:
         if isinstance(like, W8A8Weight):
-            codes = self._drawn(hashed_codes, like.codes, place.codes, name=f"{name}['codes']")
+            name = f"{name}['codes']"
+            entries = spec.entries
+            codes = self._drawn(hashed_codes, like.codes, place.codes, name=name, entries=entries)
             scales = jnp.full(like.scales.shape, STD / CODES_STD, device=place.scales)
             return replace(like, codes=codes, scales=scales)
         if isinstance(like, MXFP4Weight):

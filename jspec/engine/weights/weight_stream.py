@@ -10,7 +10,8 @@ from functools import partial
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding
+from jax.experimental.layout import Format
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 
 from jspec.device import hosts
 from jspec.device.parallel import Parallel, partition_spec
@@ -50,12 +51,13 @@ def put_parts_on(mesh: Mesh) -> PutParts:
     shards = Parallel.of(mesh).model
 
     def put(spec: ParamSpec, read: ReadPart) -> Weight:
-        place = NamedSharding(mesh, partition_spec(spec.axes))
+        place = place_of(mesh, spec, column_major=False)
         devices: dict[range, list[jax.Device]] = {}
-        for device, index in _own_indices(place, spec.physical_shape(shards)).items():
+        whole = NamedSharding(mesh, partition_spec(spec.axes))
+        for device, index in _own_indices(whole, spec.physical_shape(shards)).items():
             devices.setdefault(range(*index[0].indices(spec.shape[0])), []).append(device)
         placed = [_put_part(read(part), place, spec, own) for part, own in devices.items()]
-        return jax.tree.map(partial(_joined, place, spec), *placed, is_leaf=_is_part)
+        return jax.tree.map(partial(_joined, spec), *placed, is_leaf=_is_part)
 
     return put
 
@@ -65,6 +67,7 @@ class _Part:
     """A part of a weight's array: its shape on the host, and its shards on its devices."""
 
     shape: Shape
+    place: NamedSharding
     arrays: list[jax.Array]
 
 
@@ -72,17 +75,25 @@ def _is_part(value: Any) -> bool:
     return isinstance(value, _Part)
 
 
-def _put_part(
-    part: Weight, place: NamedSharding, spec: ParamSpec, devices: Sequence[jax.Device]
-) -> Any:
-    """Return the weight with _Parts as its arrays, once they are on the devices."""
+def _put_part(part: Weight, place: Any, spec: ParamSpec, devices: Sequence[jax.Device]) -> Any:
+    """Return the weight with _Parts as its arrays, once they are on the devices. place: as of
+    `place_of`."""
 
-    def put(leaf: HostArray) -> _Part:
-        where = _own_indices(place, (spec.shape[0], *leaf.shape[1:]))
-        arrays = [jax.device_put(leaf[(slice(None), *where[x][1:])], x) for x in devices]
-        return _Part(leaf.shape, jax.block_until_ready(arrays))
+    def put(place: Any, leaf: HostArray) -> _Part:
+        split: Any = place.sharding if isinstance(place, Format) else place
+        where = _own_indices(split, (spec.shape[0], *leaf.shape[1:]))
+        arrays = [
+            jax.device_put(leaf[(slice(None), *where[x][1:])], _on(x, place)) for x in devices
+        ]
+        return _Part(leaf.shape, split, jax.block_until_ready(arrays))
 
-    return jax.tree.map(put, part)
+    return jax.tree.map(lambda place, array: jax.tree.map(partial(put, place), array), place, part)
+
+
+def _on(device: jax.Device, place: Any) -> Format | jax.Device:
+    if isinstance(place, Format):
+        return Format(place.layout, SingleDeviceSharding(device))
+    return device
 
 
 def _own_indices(place: NamedSharding, shape: Shape) -> dict[jax.Device, tuple[Any, ...]]:
@@ -90,10 +101,10 @@ def _own_indices(place: NamedSharding, shape: Shape) -> dict[jax.Device, tuple[A
     return {device: index for device, index in found.items() if index is not None}
 
 
-def _joined(place: NamedSharding, spec: ParamSpec, *parts: _Part) -> jax.Array:
+def _joined(spec: ParamSpec, *parts: _Part) -> jax.Array:
     arrays = [array for part in parts for array in part.arrays]
     shape = (spec.shape[0], *parts[0].shape[1:])
-    return jax.make_array_from_single_device_arrays(shape, place, arrays)
+    return jax.make_array_from_single_device_arrays(shape, parts[0].place, arrays)
 
 
 def stream(

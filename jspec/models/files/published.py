@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import numpy.typing as npt
 
@@ -64,7 +66,13 @@ def published_tensor(
     """Return one tensor as a checkpoint would store it unpacked, in the served dtype."""
     whole: HostArray | None = None
     for spec, layout in stored:
-        host = unsharded(spec, np.asarray(dense(served(spec.path), dtype)), shards=shards)
+        weight = served(spec.path)
+        part = next(part for part in layout if name in part.names)
+        if part.stack and isinstance(weight, W8A8Weight):  # unpack no other
+            entry = part.names.index(name)
+            weight = jax.tree.map(itemgetter(spec.stored_entries.index(entry)), weight)
+            spec, layout = _matrix(spec, layout, entry)
+        host = unsharded(spec, np.asarray(dense(weight, dtype)), shards=shards)
         if spec.entries is not None:  # one copy of each expert
             host = host[[spec.entries.index(entry) for entry in sorted({*spec.entries})]]
         if spec.is_integer:  # a vocabulary map, which is stored as offsets
@@ -77,6 +85,12 @@ def published_tensor(
                 put_piece(whole, part, piece)
     assert whole is not None
     return whole
+
+
+def _matrix(spec: ParamSpec, layout: Layout, entry: int) -> tuple[ParamSpec, Layout]:
+    """Return one matrix of a stack, by its stored index."""
+    own = replace(spec, shape=spec.shape[1:], axes=spec.axes[1:], entries=None)
+    return own, tuple(replace(part, name=part.name.format(entry), stack=0) for part in layout)
 
 
 def changed_reads(
@@ -106,34 +120,63 @@ def changed_reads(
     for spec in specs:
         layout = layouts.get(spec.path, ())
         for name in (name for part in layout for name in part.names if name not in given):
-            weight = served(spec.path)
-            own = np.dtype(dtype if isinstance(weight, W8A8Weight) else weight.dtype)
-            whole = known[name]
-            fetch = partial(published_tensor, whole, name, served, dtype=own, shards=shards)
-            all_tensors[name] = LazyTensor(_shape(name, whole), dtype_name(own), fetch)
+            all_tensors[name] = _served_tensor(known[name], name, served, dtype, shards)
     reads = param_reads(lazy_tensors(Path(where), all_tensors), specs, dtype=dtype, shards=shards)
     return [
-        replace(
-            each, read=partial(_with_kept, each, layouts[each.spec.path], given, served, shards)
-        )
+        _keeping(each, layouts[each.spec.path], given, served, shards)
         if isinstance(each.spec.format, W8A8)
         else each
         for each in reads
     ]
 
 
-def _with_kept(
+def _served_tensor(
+    stored: Stored, name: str, served: ServedArray, dtype: npt.DTypeLike, shards: int
+) -> LazyTensor:
+    """Return a tensor that is not given: zeros if only W8A8 weights, which keep codes, need it."""
+    weight, shape = served(stored[0][0].path), _shape(name, stored)
+    own = np.dtype(dtype if isinstance(weight, W8A8Weight) else weight.dtype)
+    fetch = partial(published_tensor, stored, name, served, dtype=own, shards=shards)
+    if all(isinstance(spec.format, W8A8) for spec, _ in stored):
+        fetch = partial(np.zeros, shape, own)
+    return LazyTensor(shape, dtype_name(own), fetch)
+
+
+def _keeping(
     each: ParamRead, layout: Layout, given: Collection[str], served: ServedArray, shards: int
-) -> W8A8Weight:
-    """Quantize the given parts of a weight; the other parts keep their codes bit for bit."""
-    new, old = each.read(), served(each.spec.path)
-    pieces = shard_columns(layout, each.spec.column_shards(shards))
-    is_given = np.concatenate([np.full(n, layout[i].name in given) for i, _, n in pieces])
-    of_scales = is_given if new.block is None else is_given[::BLOCK]
+) -> ParamRead:
+    """Return a read that quantizes the given parts of a weight; the other parts keep their codes
+    bit for bit."""
+    spec, read_part = each.spec, each.read_part
+    pieces = tuple(shard_columns(layout, spec.column_shards(shards)))
+
+    def is_given(entry: int) -> np.ndarray:
+        names = [part.names[entry if part.stack else 0] for part in layout]
+        return np.concatenate([np.full(n, names[i] in given) for i, _, n in pieces])
+
+    def kept(new: W8A8Weight, part: slice = slice(None)) -> W8A8Weight:
+        old = served(spec.path)
+        if len(spec.shape) == 2:
+            changed = is_given(0)
+        else:
+            changed = np.stack([is_given(entry) for entry in spec.stored_entries[part]])
+        of_scales = changed
+        if new.block is not None:
+            of_scales = changed[..., None, ::BLOCK]
+        return replace(
+            new,
+            codes=np.where(changed[..., None, :], new.codes, np.asarray(old.codes)[part]),
+            scales=np.where(of_scales, new.scales, np.asarray(old.scales)[part]),
+        )
+
+    def kept_part(part: range) -> W8A8Weight:
+        assert read_part is not None
+        return kept(read_part(part), slice(part.start, part.stop))
+
     return replace(
-        new,
-        codes=np.where(is_given, new.codes, np.asarray(old.codes)),
-        scales=np.where(of_scales, new.scales, np.asarray(old.scales)),
+        each,
+        read=lambda: kept(each.read()),
+        read_part=None if read_part is None else kept_part,
     )
 
 

@@ -44,8 +44,8 @@ def stored_w8a8(
     (form,) = forms
     if not isinstance(form, W8A8):
         return StoredW8A8(FP8(), str(form))
-    if any(part.stack or part.form is not Layout.OUT_IN for part in layout):
-        return StoredW8A8(form, None if len(spec.shape) > 2 else "it is not stored as [out, in]")
+    if any(part.form is not Layout.OUT_IN for part in layout):
+        return StoredW8A8(form, "it is not stored as [out, in]")
     if form.has_blocks and _are_cut(spec, layout, shards=shards):
         return StoredW8A8(form, "a block of 128 x 128 would be cut between parts or shards")
     return StoredW8A8(form)
@@ -67,7 +67,7 @@ def _are_cut(spec: ParamSpec, layout: tuple[Part, ...], *, shards: int) -> bool:
 
 
 def _rows(part: Part, first: int, count: int) -> np.ndarray:
-    chosen: np.ndarray = np.arange(part.shape[0])[part.rows][first : first + count]
+    chosen: np.ndarray = np.arange(part.shape[-2])[part.rows][first : first + count]
     return chosen
 
 
@@ -75,16 +75,22 @@ def read_codes(
     tensors: Tensors, spec: ParamSpec, layout: tuple[Part, ...], format: W8A8, *, shards: int
 ) -> W8A8Weight:
     """Read a weight over all shards in its stored form (`stored_w8a8`), without unpacking it."""
-    shape = length, width = spec.physical_shape(shards)
-    # As stored, and as on the device: [out, in].
-    codes = np.empty((width, length), format.arrays(shape)["codes"].dtype)
-    scales = np.empty((width, -(-length // FP8.size) if format.has_blocks else 1), np.float32)
-    column = 0
-    for i, first, count in shard_columns(layout, spec.column_shards(shards)):
-        part, place = layout[i], slice(column, column + count)
-        source = tensors.sources[part.name][0]
-        assert isinstance(source, Scaled)
-        codes[place], scales[place] = source.rows(_rows(part, first, count))
-        column += count
-    own = scales[:: FP8.size].T if format.has_blocks else scales[:, 0]
-    return w8a8_weight(format, codes=codes.T, scales=np.ascontiguousarray(own))
+    shape = *stack, length, width = spec.physical_shape(shards)
+    # As stored, and as on the device: [.., out, in].
+    codes = np.empty((*stack, width, length), format.arrays(shape)["codes"].dtype)
+    counts = -(-length // FP8.size) if format.has_blocks else 1
+    scales = np.empty((*stack, width, counts), np.float32)
+    pieces = tuple(shard_columns(layout, spec.column_shards(shards)))
+    for matrix, entry in enumerate(spec.stored_entries if stack else (0,)):
+        column = 0
+        for i, first, count in pieces:
+            part, place = layout[i], slice(column, column + count)
+            name = part.name.format(entry) if part.stack else part.name
+            before = entry * part.shape[-2] if len(part.shape) > 2 else 0
+            source = tensors.sources[name][0]
+            assert isinstance(source, Scaled)
+            at = (matrix, place) if stack else place
+            codes[at], scales[at] = source.rows(before + _rows(part, first, count))
+            column += count
+    own = scales[..., :: FP8.size, :].swapaxes(-1, -2) if format.has_blocks else scales[..., 0]
+    return w8a8_weight(format, codes=codes.swapaxes(-1, -2), scales=np.ascontiguousarray(own))

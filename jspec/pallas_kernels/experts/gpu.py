@@ -19,6 +19,7 @@ from jaxtyping import Array, Float, Int
 from jspec.device.weights import Weight
 from jspec.pallas_kernels.experts.api import ExpertBlocks, Mixed
 from jspec.pallas_kernels.experts.gpu_blocks import make_blocks
+from jspec.pallas_kernels.experts.gpu_fp8 import ColumnMajor, fp8_products, operand
 from jspec.pallas_kernels.experts.reference import gated
 from jspec.pallas_kernels.experts.tuning import ExpertsTuning, check_tiles, sizes_of
 from jspec.spec.layers.feed_forward import Gate
@@ -56,7 +57,7 @@ def gate_up_product(
 ) -> Float[Array, "rows I"]:
     """Return each pair's activated inner row, at its place; padding rows are not written."""
     sizes = sizes_of(params)
-    operands = [x, params["gate_up"], blocks.expert, blocks.num_pairs, blocks.token]
+    operands = [x, operand(params["gate_up"]), blocks.expert, blocks.num_pairs, blocks.token]
     if "gate_up_bias" in params:
         operands.append(params["gate_up_bias"])
     return _call(
@@ -83,7 +84,7 @@ def down_product(
     """Return each pair's row times its expert's `down` [X, I, E]; padding is unwritten."""
     return _call(
         functools.partial(_down, tuning=tuning),
-        [inner_rows, down, blocks.expert, blocks.num_pairs],
+        [inner_rows, operand(down), blocks.expert, blocks.num_pairs],
         columns=size,
         tile_n=tuning.down_n,
         blocks=blocks,
@@ -220,6 +221,8 @@ def tile_products(
     tile_k: int,
 ) -> tuple[jax.Array, ...]:
     """Return f32 rows[row] @ weights[expert, :, c] for c of `columns`, 0 where not is_pair."""
+    if isinstance(weights_ref, ColumnMajor):
+        return fp8_products(rows_ref, row, is_pair, weights_ref, expert, columns, tile_k=tile_k)
     step = jnp.arange(tile_k, dtype=jnp.int32)
 
     def add(k: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:

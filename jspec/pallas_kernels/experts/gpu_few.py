@@ -24,6 +24,7 @@ from jaxtyping import Array, Float, Int
 from jspec.device.weights import Weight
 from jspec.pallas_kernels.experts.api import Mixed
 from jspec.pallas_kernels.experts.gpu import biased, tile_products
+from jspec.pallas_kernels.experts.gpu_fp8 import operand
 from jspec.pallas_kernels.experts.gpu_router import (
     at_rank,
     choose,
@@ -123,7 +124,7 @@ def gate_up(
 ) -> Float[Array, "R I"]:
     """Return each pair's activated inner row, at t * k + j. A token's ids must be distinct."""
     inner = sizes_of(params).inner
-    operands = [x, params["gate_up"], ids, *_bias(params)]
+    operands = [x, operand(params["gate_up"]), ids, *_bias(params)]
     if shared is not None:
         operands.append(shared.gate_up[None])
     out: jax.Array = pl.pallas_call(
@@ -186,7 +187,7 @@ def choose_and_gate_up(
         compiler_params=_compiler_params(tuning),
         interpret=interpret,
         name="few_experts_choose_gate_up",
-    )(x, params["gate_up"], shares, *(others[name] for name in names))
+    )(x, operand(params["gate_up"]), shares, *(others[name] for name in names))
     return out
 
 
@@ -211,7 +212,7 @@ def down(
         ),
         interpret=interpret,
         name="few_experts_down",
-    )(inner_rows, kernel, ids, *extra)
+    )(inner_rows, operand(kernel), ids, *extra)
     return out
 
 

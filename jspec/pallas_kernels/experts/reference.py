@@ -8,11 +8,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jspec.device.weights import dense
+from jspec.device.weights import PACKED, dense
 from jspec.pallas_kernels.experts.api import ExpertBlocks, Mixed, num_blocks
 from jspec.pallas_kernels.gated_mlp.reference import gated as silu_gated
 from jspec.spec.layers.feed_forward import Gate
 
+PRODUCTS = ("gate_up", "down")  # the weights of an expert
 CLAMP, SLOPE = 7.0, 1.702  # gpt-oss; Step-3.5-Flash uses CLAMP, too
 
 
@@ -34,7 +35,8 @@ def run_experts(
 
     Pairs are sorted by expert, stably. The sum over j is in float32, in the order of j.
     """
-    down, gate_up = (dense(params[name], x.dtype) for name in ("down", "gate_up"))
+    x, params = unpacked(x, params)
+    down, gate_up = params["down"], params["gate_up"]
     num_tokens, top_k = ids.shape
     flat = ids.reshape(-1)
     order = jnp.argsort(flat, stable=True)
@@ -50,6 +52,21 @@ def run_experts(
         return Mixed(rows=back, weights=weights, ids=ids).own_sum(gate_up.shape[0])
     back = back.reshape(num_tokens, top_k, -1).astype(jnp.float32)
     return jnp.sum(back * weights[..., None], axis=1).astype(x.dtype)
+
+
+def unpacked(
+    x: Float[Array, "T E"], params: dict[str, Any]
+) -> tuple[Float[Array, "T E"], dict[str, Any]]:
+    """Return (x, params with weights unpacked to x's dtype).
+
+    The barrier lets weights be unpacked only once x is known. Otherwise XLA unpacks several layers
+    before it uses the first, and unpacks all layers of a loop in front of it.
+    """
+    packed = {name: params[name] for name in PRODUCTS if isinstance(params[name], PACKED)}
+    if not packed:
+        return x, params
+    x, packed = jax.lax.optimization_barrier((x, packed))
+    return x, params | {name: dense(weight, x.dtype) for name, weight in packed.items()}
 
 
 def gated(

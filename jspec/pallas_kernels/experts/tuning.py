@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from jspec.device.mxfp4 import MXFP4Weight
@@ -116,6 +116,21 @@ def choose_packed(
 
 
 MOST_PACKED = 64  # pairs of a packed expert on average, and rows of a block
+
+
+def for_fp8(tuning: ExpertsTuning, sizes: Sizes) -> ExpertsTuning:
+    """Return tiles of fp8 experts: as many bytes a load as of 16 bits, and inputs of one block."""
+    return replace(
+        tuning,
+        gate_up_k=_largest(sizes.size, most=FP8_INPUTS),
+        down_k=_largest(sizes.inner, most=FP8_INPUTS),
+    )
+
+
+FP8_INPUTS = 128  # inputs an iteration
+# Above this many pairs per expert on average, fp8 experts are unpacked to memory first.
+MOST_FP8 = 128
+
 
 # Tiles of gpu_few by (E, I); other sizes use the widest tiles up to 64, whose rows are lines of the
 # L2 cache (128 bytes). No tiles were more than 3% faster at 4 to 16 tokens on an H200

@@ -9,11 +9,12 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
 from jspec.device.mxfp4 import MXFP4Weight
-from jspec.device.weights import Weight, quantized_weight, weight_of
+from jspec.device.weights import W8A8Weight, Weight, quantized_weight, weight_of
 from jspec.errors import CheckpointError
 from jspec.models.files import mxfp4
 from jspec.models.files.stored.layouts import chosen_layout
@@ -84,7 +85,7 @@ def _part_of(spec: ParamSpec, part: range | None = None) -> ParamSpec:
     if spec.num_parts == 1:
         return spec
     part = range(spec.shape[0] // spec.num_parts) if part is None else part
-    entries = tuple(_entries(spec)[part.start : part.stop])
+    entries = tuple(spec.stored_entries[part.start : part.stop])
     return replace(spec, shape=(len(entries), *spec.shape[1:]), entries=entries)
 
 
@@ -173,7 +174,7 @@ def read_param(
         if stored_w8a8(spec, layout, forms_in(tensors), shards=shards) == StoredW8A8(spec.format):
             return read_codes(tensors, spec, layout, spec.format, shards=shards)
         numbers = read_param(tensors, replace(spec, format=None), dtype=dtype, shards=shards)
-        return jax.tree.map(np.array, quantized_weight(numbers, spec.format))
+        return _quantized(numbers, spec.format)
     part = layout[0]
     own_rows = _own_rows(spec, own, shards)
     if len(layout) == 1 and _is_whole(part, spec) and spec.physical_shape(shards) == spec.shape:
@@ -210,20 +211,27 @@ def read_param(
     return out
 
 
+def _quantized(numbers: HostArray, format: W8A8) -> W8A8Weight:
+    if numbers.ndim == 2:
+        found: W8A8Weight = jax.tree.map(np.array, quantized_weight(jnp.asarray(numbers), format))
+        return found
+    made: W8A8Weight = weight_of(format, numbers.shape, lambda x: np.empty(x.shape, x.dtype))
+    for index, matrix in enumerate(numbers):
+        one = quantized_weight(jnp.asarray(matrix), format)
+        made.codes[index], made.scales[index] = np.asarray(one.codes), np.asarray(one.scales)
+    return made
+
+
 def _matrices(part: Part, spec: ParamSpec, out: HostArray) -> Iterator[tuple[HostArray, str, int]]:
     """Yield (destination, stored tensor, index in it) of each matrix of a projection or a stack."""
     if out.ndim == 2:
         yield out, part.name, 0
         return
-    for dest, entry in zip(out, _entries(spec), strict=True):
+    for dest, entry in zip(out, spec.stored_entries, strict=True):
         if part.stack:
             yield dest, part.name.format(entry), 0
         else:
             yield dest, part.name, entry
-
-
-def _entries(spec: ParamSpec) -> Sequence[int]:
-    return range(spec.shape[0]) if spec.entries is None else spec.entries
 
 
 def _place_by_rows(
@@ -254,7 +262,7 @@ def _stored_rows(
     if part.format is not None:
         names = tuple(part.tensors)
         table = None if isinstance(out, MXFP4Weight) else mxfp4.pair_table(out.dtype)
-        for index, entry in enumerate(_entries(spec)):
+        for index, entry in enumerate(spec.stored_entries):
             blocks, scales = (tensors.packed(name, entry)[part.rows] for name in names)
             name = f"{tensors.path}: {names[1]}"
             if table is not None:
@@ -266,7 +274,7 @@ def _stored_rows(
                 yield dest, mxfp4.packed(blocks, scales, name=name)
         return
     if part.stack:
-        for index, entry in enumerate(_entries(spec)):
+        for index, entry in enumerate(spec.stored_entries):
             yield out[index], _output_rows(tensors.weight(part.name.format(entry)), part)
     elif spec.entries is None:
         yield out, _output_rows(tensors.weight(part.name), part)
