@@ -32,6 +32,7 @@ from jspec.spec.layers.feed_forward import Gate
 
 DEPTH = GROUPS * GROUP  # inputs of a stage of the ring
 MOST_STAGES, MOST_CONSUMERS = 8, 4
+REGISTERS = {2: 232, 3: 152, 4: 112}  # of a consumer's thread
 HALF = 32  # columns of gate, and of up, in a tile of 64
 OF_ROWS = plgpu.Layout.WGMMA.reduce(1)
 
@@ -51,14 +52,14 @@ def run_experts(
     num_experts, bias, place = params["down"].shape[0], params.get("gate_up_bias"), None
     if x.shape[0] == 1:
         rows, expert = x, ids[0]
-        how |= {"num_pairs": None, "height": 1}
+        how["num_pairs"], height = None, 1
     else:
         made = make_blocks(ids, num_experts=num_experts, tile_m=tile_m, interpret=interpret)
         rows = jnp.take(x, made.token, axis=0, mode="clip")
         expert, place = made.expert, made.place
-        how |= {"num_pairs": made.num_pairs, "height": tile_m}
+        how["num_pairs"], height = made.num_pairs, tile_m
     inner = packed_product(rows, params["gate_up"], expert, bias, gate=gate, **how)
-    out = packed_product(inner, params["down"], expert, **how)
+    out = packed_product(inner, params["down"], expert, height=height, **how)
     return Mixed(rows=out, weights=weights, ids=ids, place=place)
 
 
@@ -70,26 +71,27 @@ def packed_product(
     *,
     num_pairs: Int[Array, "B"] | None,
     tile_m: int,
-    height: int,
+    height: int | None = None,
     gate: Gate | None = None,
     interpret: Any = None,
 ) -> Float[Array, "_ out"]:
-    """Multiply the `height` rows of each block by its expert's weights.
+    """Multiply the rows of each block by its expert's weights.
 
-    rows: of B blocks, or of one that all blocks have; results are of B blocks
+    rows: tile_m for each of B blocks, or fewer that all blocks have
     num_pairs: nothing is written for a block with 0; None: every block is used
-    tile_m: rows of a product, a multiple of 8, at least `height`
+    tile_m: a multiple of 8
+    height: rows of a block that are written, the first; None: all
     gate: activation of the result's two halves, to half of the columns
     """
-    how = {"tile_m": tile_m, "height": height, "gate": gate, "interpret": interpret}
+    how = {"tile_m": tile_m, "height": height or tile_m, "gate": gate, "interpret": interpret}
     return _launch(rows, weight, expert, bias, num_pairs, **how)
 
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
     num_blocks: int
-    tile_m: int  # rows of a product
-    height: int  # rows of a block
+    tile_m: int  # rows of a block
+    height: int  # those that are written
     width: int  # columns of the result
     steps: int  # of DEPTH inputs
     halves: int
@@ -164,14 +166,14 @@ def _launch(
         width=columns // halves,
         steps=-(-length // DEPTH),
         halves=halves,
-        is_shared=rows.shape[0] == height,
+        is_shared=rows.shape[0] < expert.shape[0] * tile_m,
         consumers=max(
             count for count in range(1, MOST_CONSUMERS + 1) if columns % (LANES * count) == 0
         ),
         interpreted=interpret is not None,
     )
     if plan.interpreted:  # a chip reads zeros past the end
-        rows = _padded(rows, rows.shape[0] + tile_m - height, plan.steps * DEPTH)
+        rows = _padded(rows, max(rows.shape[0], tile_m), plan.steps * DEPTH)
     optional = {"bias": bias, "num_pairs": num_pairs}
     given = {name: array for name, array in optional.items() if array is not None}
 
@@ -258,6 +260,8 @@ def _produce(
     **_: Any,
 ) -> None:
     """Keep the ring full, by two warps: a copy that a warp group starts takes longer to start."""
+    if plan.consumers > 1:  # leave registers for the consumers
+        plgpu.set_max_registers(40, action="decrease")
 
     def codes_of(which: jax.Array, turn: jax.Array, k: jax.Array, stage: jax.Array) -> None:
         height = plan.wide // plan.pieces
@@ -279,7 +283,7 @@ def _produce(
     def turn(warp: int, index: jax.Array, done: jax.Array) -> jax.Array:
         block, turn, steps = place(index)
         which = expert[block]
-        first = 0 if plan.is_shared else block * plan.height
+        first = 0 if plan.is_shared else block * plan.tile_m
 
         def step(k: jax.Array, done: jax.Array) -> jax.Array:
             stage = lax.rem(done, plan.stages)
@@ -327,6 +331,8 @@ def _consume(
     unpacked: Any = None,
 ) -> None:
     consumer = lax.axis_index("warpgroup")
+    if plan.consumers > 1:
+        plgpu.set_max_registers(REGISTERS[plan.consumers], action="increase")
 
     def turn(index: jax.Array, done: jax.Array) -> jax.Array:
         block, tile, steps = place(index)
