@@ -121,7 +121,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--first-cases",
         action="store_true",
-        help="run one case of each test, and all of those that need the Hopper kernels",
+        help="run one case of two tests of each file and of each law, and the Hopper kernels' tests",
     )
 
 
@@ -154,18 +154,25 @@ def pytest_collection_modifyitems(
         keep_first_cases(config, items)
 
 
-def keep_first_cases(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect all but the first case of each test, the Hopper kernels' tests apart.
+FIRST_TESTS = 2  # of a file
 
-    Another Python or jax fails in what a test calls, hardly in the numbers that it calls it with.
+
+def keep_first_cases(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep the first case of the first two tests of each file, of each test that is marked `law`,
+    and every case that needs the Hopper kernels.
+
+    Another Python or jax fails in what a file calls, hardly in the numbers that it calls it with.
     """
-    seen: set[str] = set()
+    seen: dict[Path, set[str]] = {}
     kept, left = [], []
     for item in items:
-        test = item.nodeid.partition("[")[0]
-        is_kept = test not in seen or item.get_closest_marker("mosaic_gpu") is not None
+        test, tests = item.nodeid.partition("[")[0], seen.setdefault(item.path, set())
+        is_law = item.get_closest_marker("law") is not None
+        is_first = test not in tests and (len(tests) < FIRST_TESTS or is_law)
+        is_kept = is_first or item.get_closest_marker("mosaic_gpu") is not None
         (kept if is_kept else left).append(item)
-        seen.add(test)
+        if is_first:
+            tests.add(test)
     config.hook.pytest_deselected(items=left)
     items[:] = kept
 

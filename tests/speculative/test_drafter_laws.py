@@ -46,6 +46,8 @@ from tests.speculative.drafter_rows import (
 from tests.speculative.every_drafter import EVERY, KINDS, Kind, of_layers
 from tests.speculative.published_layers import FAMILIES
 
+pytestmark = pytest.mark.law
+
 CHAIN, TREE = (5, 1), (3, 2)
 SHAPES: tuple[Shape, ...] = (CHAIN, TREE, (5, 2), (2, 3), (1, 4), (1, 1))
 # Separate layers in two families as well, with windows, sinks, gated heads and narrow values.

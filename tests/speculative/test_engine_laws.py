@@ -48,6 +48,8 @@ from tests.speculative.law_engines import (
 )
 from tests.support.plans import plan_of
 
+pytestmark = pytest.mark.law
+
 SHAPES = ((1, 1, 2), (3, 1, 4), (1, 3, 4), (2, 2, 4), (3, 2, 7), (3, 4, 13))
 # By row, in turn. The filters that are mixed have an edge that is often chosen.
 FILTERS: dict[str, tuple[dict[str, Any], ...]] = {

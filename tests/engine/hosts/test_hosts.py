@@ -104,13 +104,19 @@ def check_texts(
 
 
 @pytest.mark.slow
-@pytest.mark.exhaustive  # four hosts have trees, two plain steps and adapters
+@pytest.mark.exhaustive  # below two hosts have trees, and four plain steps and adapters
 def test_two_hosts_give_the_text_of_one(arguments: dict[str, Any]) -> None:
     check_texts(2, {**arguments, **NGRAM})
 
 
 @pytest.mark.slow
-def test_plain_steps_and_adapters_on_two_hosts_give_the_text_of_one(
+@pytest.mark.exhaustive
+def test_trees_on_four_hosts_give_the_text_of_one(chain: dict[str, Any]) -> None:
+    check_texts(4, {**chain, **TREE})
+
+
+@pytest.mark.slow
+def test_plain_steps_and_adapters_on_four_hosts_give_the_text_of_one(
     arguments: dict[str, Any], pair: TinyPair, tmp_path: Path
 ) -> None:
     write_adapter(
@@ -126,12 +132,7 @@ def test_plain_steps_and_adapters_on_two_hosts_give_the_text_of_one(
         assert adapted[:2] != plain[:2]
         return plain, adapted
 
-    check_texts(2, {**arguments, **ADAPTERS}, found)
-
-
-@pytest.mark.slow
-def test_trees_on_four_hosts_give_the_text_of_one(chain: dict[str, Any]) -> None:
-    check_texts(4, {**chain, **TREE})
+    check_texts(4, {**arguments, **ADAPTERS}, found)
 
 
 LONG = [{**each, "max_new_tokens": 60} for each in PARAMS]
@@ -154,7 +155,7 @@ def pair_of_hosts(
     chain: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Engine, list[FollowerProcess], dict[str, Any], Path]]:
     log = tmp_path_factory.mktemp("hosts") / "follower.log"
-    shared = over(2, chain)
+    shared = over(2, {**chain, **TREE})
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(TOKEN_VARIABLE, TOKEN)
         followers = [FollowerProcess(1, shared, log)]
@@ -174,7 +175,7 @@ def test_text_goes_on_over_the_loss_of_any_process(
     chain: dict[str, Any],
 ) -> None:
     engine, followers, shared, log = pair_of_hosts
-    with Engine(**chain) as one:
+    with Engine(**chain, **TREE) as one:
         expected = ids_of(one, LONG)
     assert ids_of(engine, LONG) == expected
     assert engine.process_id is not None
