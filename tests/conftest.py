@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import dataclasses
 import gc
 import os
 import re
@@ -53,7 +54,7 @@ if jax.__version_info__ >= (0, 11):
 gc.set_threshold(100_000, 20, 50)
 
 # Same examples in every run; `--hypothesis-profile=explore` looks for new ones.
-settings.register_profile("repeatable", deadline=None, derandomize=True)
+settings.register_profile("repeatable", deadline=None, derandomize=True, max_examples=30)
 settings.register_profile("explore", deadline=None, max_examples=1000)
 settings.load_profile("repeatable")
 
@@ -205,6 +206,20 @@ def programs_of_all(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "programs_of_all"
     folder.mkdir(exist_ok=True)
     return folder
+
+
+@pytest.fixture
+def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the packed Hopper kernel run in four programs: the interpreter starts every one, and most
+    of a chip's have nothing to do at a test's sizes."""
+    from jspec.pallas_kernels.hopper import has_mosaic_gpu
+    from jspec.pallas_kernels.prefill.tuning import choose_tuning
+
+    if has_mosaic_gpu():
+        monkeypatch.setattr(
+            "jspec.pallas_kernels.prefill.gpu.choose_tuning",
+            lambda dtype: dataclasses.replace(choose_tuning(dtype), programs=4),
+        )
 
 
 # A process of the suite keeps every program that it compiled, some gigabytes of them.

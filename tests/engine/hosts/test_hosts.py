@@ -33,9 +33,9 @@ ADAPTERS: dict[str, Any] = {
     "lora_target_modules": ("q_proj", "down_proj"),
 }
 TREE = {
-    "speculative_num_steps": 3,
+    "speculative_num_steps": 2,
     "speculative_eagle_topk": 2,
-    "speculative_num_draft_tokens": 6,
+    "speculative_num_draft_tokens": 5,
 }
 
 
