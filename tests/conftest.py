@@ -122,7 +122,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--first-cases",
         action="store_true",
-        help="run one case of two tests of each file and of each law, and the Hopper kernels' tests",
+        help="run a case of two tests of each file and of each law, and all Hopper kernels' tests",
     )
 
 

@@ -216,10 +216,7 @@ def check(case: SharedCase, *, interpret: bool) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=() if name in IN_CI else pytest.mark.exhaustive)
-        for name in CASES
-    ],
+    [pytest.param(name, marks=() if name in IN_CI else pytest.mark.exhaustive) for name in CASES],
 )
 def test_a_prefix_read_once_gives_what_each_row_reads(name: str) -> None:
     check(CASES[name], interpret=True)

@@ -88,9 +88,7 @@ CASES = {
     ),
     "window within a page": gpu_case((33, 1, 8), (90, 64, 0), window=5),
     "one query a row": gpu_case((1, 1, 1, 1, 1), (0, 15, 63, 64, 200)),
-    "pages larger than a block of keys": gpu_case(
-        (17, 5), (140, 3), heads=(2, 2), page_size=128
-    ),
+    "pages larger than a block of keys": gpu_case((17, 5), (140, 3), heads=(2, 2), page_size=128),
     "group 7": gpu_case((65,), (10,), heads=(7, 1)),
     "no turns, three consumers": gpu_case(
         (30, 20), (99, 0), Tuning(block_tokens=64, stages=3, consumers=3, programs=3), heads=(4, 1)

@@ -63,8 +63,8 @@ FAST = (
     Setting("frozen_kv", (2, 1, 3), 16),
 )
 REST = (
-    Setting("multi_layer_chained", (3, 1, 4), 16, rounds=2),
     Setting("eagle1_ngram", (2, 2, 7), 4),
+    Setting("multi_layer_chained", (3, 1, 4), 16, rounds=3),
     Setting("multi_layer_hidden_first", (2, 3, 13), 4),
     Setting("standalone", (2, 2, 7), 4, shards=2),
     Setting("eagle3", (2, 2, 7), 16, rounds=2, shards=2),

@@ -30,7 +30,7 @@ from tests.speculative.engines import (
 )
 
 NEW_TOKENS, CHUNK = 50, 8
-CHAIN, TREE = spec_of(3, 1, 4), spec_of(3, 4, 16)
+CHAIN, TREE = spec_of(2, 1, 3), spec_of(2, 2, 5)
 # Every part has whole blocks on each of two shards; the head of the tests reads 32 numbers.
 SPEC = uniform_decoder(
     vocab_size=320,

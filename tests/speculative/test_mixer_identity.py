@@ -54,11 +54,12 @@ class Case:
 
 CHAIN = Case("hybrid", (3, 1, 4), page_size=16, chunk=8, rounds=2)
 LATENT = Case("latent", (3, 3, 10), page_size=4, chunk=8)
-SPARSE = Case("sparse", (3, 3, 10), page_size=4, chunk=8)
+SPARSE = Case("sparse_fp8", (2, 2, 7), page_size=4, chunk=7)
 # A lookup's trees on two shards are test_state_snapshots.py's. Sparse latents contain dense ones,
-# which also draft below; all kinds are in test_mixer_engine.py.
-SLOW = (CHAIN, SPARSE, Case("sparse_fp8", (2, 2, 7), page_size=16, chunk=7))
+# which test_latent_engine.py also drafts with; all kinds are in test_mixer_engine.py.
+SLOW = (CHAIN, SPARSE)
 BY_HAND = (
+    Case("sparse", (3, 3, 10), page_size=4, chunk=8),
     Case("all_kinds_fp8", (2, 2, 7), page_size=4, chunk=7),
     LATENT,
     Case("latent", (3, 1, 4), page_size=1, chunk=32, rounds=2),
@@ -160,6 +161,7 @@ def test_retracted_rows_start_again(case: Case, num_pages: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive  # test_latent_engine.py has a layer of latents that drafts
 def test_a_draft_with_latent_attention() -> None:
     """The target drafts for itself, so that every path is accepted whole."""
     target, spec = MIXER_TARGETS["latent"], spec_of(2, 2, 7, Algorithm.STANDALONE)
