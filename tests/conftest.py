@@ -159,8 +159,8 @@ FIRST_TESTS = 2  # of a file
 
 
 def keep_first_cases(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep the first case of the first two tests of each file, of each test that is marked `law`,
-    and every case that needs the Hopper kernels.
+    """Keep the first case of the first two tests of each file and of each test that is marked
+    `law` (with "every case", all of its cases), and every case that needs the Hopper kernels.
 
     Another Python or jax fails in what a file calls, hardly in the numbers that it calls it with.
     """
@@ -168,9 +168,10 @@ def keep_first_cases(config: pytest.Config, items: list[pytest.Item]) -> None:
     kept, left = [], []
     for item in items:
         test, tests = item.nodeid.partition("[")[0], seen.setdefault(item.path, set())
-        is_law = item.get_closest_marker("law") is not None
-        is_first = test not in tests and (len(tests) < FIRST_TESTS or is_law)
-        is_kept = is_first or item.get_closest_marker("mosaic_gpu") is not None
+        law = item.get_closest_marker("law")
+        is_first = test not in tests and (len(tests) < FIRST_TESTS or law is not None)
+        is_every = law is not None and "every case" in law.args
+        is_kept = is_first or is_every or item.get_closest_marker("mosaic_gpu") is not None
         (kept if is_kept else left).append(item)
         if is_first:
             tests.add(test)

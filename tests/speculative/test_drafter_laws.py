@@ -129,6 +129,7 @@ def check_guesses(kind: Kind, shape: Shape, programs: Programs | None = None) ->
     assert checked > NUM_ROWS
 
 
+@pytest.mark.law("every case")
 @pytest.mark.slow_cases("multi_layer", "eagle3-5-2")
 @pytest.mark.parametrize(("kind", "shape"), cases())
 def test_every_guess_is_that_of_float64(kind: Kind, shape: Shape) -> None:
