@@ -171,12 +171,14 @@ def test_of_a_chain_a_drafter_of_tokens_runs_the_last_two_alone() -> None:
     check_chain(KINDS["standalone"], (3, 1))
 
 
+@pytest.mark.law("every case")
 @pytest.mark.slow_cases("multi_layer")
 @pytest.mark.parametrize(("kind", "shape"), cases())
 def test_verifications_leave_what_a_prompt_leaves(kind: Kind, shape: Shape) -> None:
     check_caches(kind, shape)
 
 
+@pytest.mark.law("every case")
 @pytest.mark.parametrize(("kind", "shape"), cases())
 def test_no_live_row_touches_no_row(kind: Kind, shape: Shape) -> None:
     """It changes neither caches outside the dummy page, nor a guess."""
