@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import dataclasses
 import gc
 import os
 import re
@@ -53,7 +54,7 @@ if jax.__version_info__ >= (0, 11):
 gc.set_threshold(100_000, 20, 50)
 
 # Same examples in every run; `--hypothesis-profile=explore` looks for new ones.
-settings.register_profile("repeatable", deadline=None, derandomize=True)
+settings.register_profile("repeatable", deadline=None, derandomize=True, max_examples=30)
 settings.register_profile("explore", deadline=None, max_examples=1000)
 settings.load_profile("repeatable")
 
@@ -121,7 +122,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--first-cases",
         action="store_true",
-        help="run one case of each test, and all of those that need the Hopper kernels",
+        help="run a case of two tests of each file and of each law, and all Hopper kernels' tests",
     )
 
 
@@ -154,18 +155,26 @@ def pytest_collection_modifyitems(
         keep_first_cases(config, items)
 
 
-def keep_first_cases(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect all but the first case of each test, the Hopper kernels' tests apart.
+FIRST_TESTS = 2  # of a file
 
-    Another Python or jax fails in what a test calls, hardly in the numbers that it calls it with.
+
+def keep_first_cases(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep the first case of the first two tests of each file and of each test that is marked
+    `law` (with "every case", all of its cases), and every case that needs the Hopper kernels.
+
+    Another Python or jax fails in what a file calls, hardly in the numbers that it calls it with.
     """
-    seen: set[str] = set()
+    seen: dict[Path, set[str]] = {}
     kept, left = [], []
     for item in items:
-        test = item.nodeid.partition("[")[0]
-        is_kept = test not in seen or item.get_closest_marker("mosaic_gpu") is not None
+        test, tests = item.nodeid.partition("[")[0], seen.setdefault(item.path, set())
+        law = item.get_closest_marker("law")
+        is_first = test not in tests and (len(tests) < FIRST_TESTS or law is not None)
+        is_every = law is not None and "every case" in law.args
+        is_kept = is_first or is_every or item.get_closest_marker("mosaic_gpu") is not None
         (kept if is_kept else left).append(item)
-        seen.add(test)
+        if is_first:
+            tests.add(test)
     config.hook.pytest_deselected(items=left)
     items[:] = kept
 
@@ -198,6 +207,20 @@ def programs_of_all(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "programs_of_all"
     folder.mkdir(exist_ok=True)
     return folder
+
+
+@pytest.fixture
+def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the packed Hopper kernel run in four programs: the interpreter starts every one, and most
+    of a chip's have nothing to do at a test's sizes."""
+    from jspec.pallas_kernels.hopper import has_mosaic_gpu
+    from jspec.pallas_kernels.prefill.tuning import choose_tuning
+
+    if has_mosaic_gpu():
+        monkeypatch.setattr(
+            "jspec.pallas_kernels.prefill.gpu.choose_tuning",
+            lambda dtype: dataclasses.replace(choose_tuning(dtype), programs=4),
+        )
 
 
 # A process of the suite keeps every program that it compiled, some gigabytes of them.

@@ -22,7 +22,7 @@ def test_no_stream_notices_that_its_replica_was_killed(
     """Eight streams are one of each kind; benchmarks/results/ray_kill_cpu.json has 32."""
     output = tmp_path / "result.json"
     engine = {"compilation_cache_dir": str(programs_of_all), "context_length": 512}
-    words = ["--seconds", "12", "--kill-every", "5", "--streams", "8", "--max-tokens", "40"]
+    words = ["--seconds", "7", "--kill-every", "2", "--streams", "8", "--max-tokens", "40"]
     words += ["--engine", json.dumps(engine)]
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.ray_kill", *words, "--output", str(output)],

@@ -112,8 +112,8 @@ def test_engines_that_were_shut_down_hold_nothing_though_they_are_kept(
 ) -> None:
     kept = [use(first_start.arguments)]  # the first run makes jax's own constants
     before = Held.now()
-    kept += [use(first_start.arguments) for _ in range(4)]
-    errors = [start_and_fail(first_start.arguments) for _ in range(2)]
+    kept += [use(first_start.arguments) for _ in range(2)]
+    errors = [start_and_fail(first_start.arguments)]
     after = Held.now()
     assert (after.num_arrays, after.num_programs) == (before.num_arrays, before.num_programs)
     assert after.num_maps < before.num_maps + 100  # one engine's programs take about 400

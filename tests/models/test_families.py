@@ -31,6 +31,8 @@ from tests.models.random_params import assert_same
 from tests.support.caches import accept_chain, empty_pools
 from tests.support.golden_arrays import arrays_of
 
+pytestmark = pytest.mark.law
+
 GOLDEN = Path(__file__).parents[1] / "golden" / "families"
 VARIANTS = [
     "qwen2",

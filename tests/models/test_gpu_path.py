@@ -38,14 +38,14 @@ from jspec.spec.model_spec import ModelSpec, cache_groups, cached_in, uniform_de
 from tests.pallas_kernels.chips import needs_mosaic_gpu
 from tests.support.caches import empty_pools
 
-pytestmark = needs_mosaic_gpu
+pytestmark = [needs_mosaic_gpu, pytest.mark.usefixtures("few_programs")]
 
 QUERIES = 4
 SIZES: dict[str, Any] = {
     "vocab_size": 320,
     "hidden_size": 32,
     "intermediate_size": 64,
-    "num_layers": 3,
+    "num_layers": 2,
     "num_heads": 4,
     "num_kv_heads": 2,
     "head_dim": 64,
@@ -106,16 +106,20 @@ def assert_close(mine: Any, expected: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("aux", "few", "queries_per_row"),
+    ("moe_at", "aux", "few", "queries_per_row"),
     [
-        ((0, 1, 3), 8, QUERIES),
-        ((0, 3), 7, None),
+        (1, (0, 1, 2), 8, QUERIES),
+        (0, (0, 2), 7, None),
     ],
 )
 def test_a_mixture_gives_what_it_gives_over_xla(
-    aux: tuple[int, ...], few: int, queries_per_row: int | None, monkeypatch: pytest.MonkeyPatch
+    moe_at: int,
+    aux: tuple[int, ...],
+    few: int,
+    queries_per_row: int | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The unsummed outputs of an MoE layer reach the next norm, captured features and the last
+    """The unsummed outputs of an MoE layer reach captured features and the last norm, or the next
     norm.
 
     few: most tokens that gpu_few serves; gpu_many serves the others, among them prompts.
@@ -123,7 +127,8 @@ def test_a_mixture_gives_what_it_gives_over_xla(
     monkeypatch.setattr(tuning, "MOST_TOKENS", few)
     ffn = MoESpec(num_experts=6, top_k=2, inner=16 * few)  # a layer is traced once for its spec
     dense, moe = CONFIG.one_layer, dataclasses.replace(CONFIG.one_layer, ffn=ffn)
-    config = dataclasses.replace(CONFIG, layers=(moe, dense, moe), family="qwen3_moe")
+    layers = (dense, moe) if moe_at else (moe, dense)
+    config = dataclasses.replace(CONFIG, layers=layers, family="qwen3_moe")
     params = drawn(table_of(config), 0)
     token_ids = jnp.arange(2 * QUERIES, dtype=jnp.int32)
 
@@ -135,31 +140,17 @@ def test_a_mixture_gives_what_it_gives_over_xla(
             hidden, features, kv = forward(p, token_ids, kv, ROWS)
             return hidden, features, kv, jnp.argmax(target.logits(p, hidden), axis=-1)
 
-        program = jax.jit(step).trace(params, pool(3))
+        program = jax.jit(step).trace(params, pool(2))
         names = {"experts_score_many"} if few < 2 * QUERIES else {"few_experts_down"}
         names |= {"experts_sum_norm"} if 1 not in aux else set()
         found = {name for name in names if name in str(program.jaxpr)}
         assert found == (names if ops == "gpu_interpret" else set())
-        return program.lower().compile()(params, pool(3))
+        return program.lower().compile()(params, pool(2))
 
     mine, expected = run("gpu_interpret"), run("xla")
     assert_close(mine[0][LIVE], expected[0][LIVE])
     assert_close(mine[1][LIVE], expected[1][LIVE])
     np.testing.assert_array_equal(mine[3][LIVE], expected[3][LIVE])
-
-
-def test_a_target_gives_what_it_gives_over_xla() -> None:
-    params = drawn(table_of(CONFIG), 0)
-    token_ids = jnp.arange(2 * QUERIES, dtype=jnp.int32)
-
-    def run(ops: str) -> Any:
-        target = Decoder(CONFIG, OPS[ops], aux_layer_ids=(0, 1, 3))
-        forward = partial(target.forward, queries_per_row=QUERIES)
-        return jax.jit(lambda p, kv: forward(p, token_ids, kv, ROWS))(params, pool(3))
-
-    mine, expected = run("gpu_interpret"), run("xla")
-    assert_close(mine[0][LIVE], expected[0][LIVE])
-    assert_close(mine[1][LIVE], expected[1][LIVE])
     for pages, expected_pages in zip(mine[2], expected[2], strict=True):
         assert_close(pages[1:], expected_pages[1:])
 
@@ -177,10 +168,10 @@ def test_a_target_with_an_fp8_cache_gives_what_it_gives_over_xla(
     for layer in params["layers"].values():
         layer["attention"] |= {"k_scale": jnp.full(1, 0.02), "v_scale": jnp.full(1, 0.03)}
     token_ids = jnp.arange(2 * QUERIES, dtype=jnp.int32)
-    pages = tuple((50 * x).astype(FP8) for x in pool(3))
+    pages = tuple((50 * x).astype(FP8) for x in pool(2))
 
     def run(ops: str) -> Any:
-        target = Decoder(config, OPS[ops], aux_layer_ids=(0, 1, 3))
+        target = Decoder(config, OPS[ops], aux_layer_ids=(0, 1, 2))
         forward = partial(target.forward, queries_per_row=queries_per_row)
         return jax.jit(lambda p, kv: forward(p, token_ids, kv, ROWS))(params, pages)
 
@@ -189,7 +180,7 @@ def test_a_target_with_an_fp8_cache_gives_what_it_gives_over_xla(
     assert_close(mine[1][LIVE], expected[1][LIVE])
     first = [np.asarray(x[2][0][1:]).view(np.uint8) for x in (mine, expected)]
     assert np.mean(first[0] != first[1]) < 1e-3
-    assert np.isfinite(np.asarray(mine[2][2][1:], np.float32)).all()
+    assert np.isfinite(np.asarray(mine[2][1][1:], np.float32)).all()
 
 
 def test_a_draft_head_gives_what_it_gives_over_xla() -> None:
@@ -197,7 +188,7 @@ def test_a_draft_head_gives_what_it_gives_over_xla() -> None:
         layer=biased(num_layers=1),
         draft_vocab_size=64,
         target_hidden_size=CONFIG.hidden_size,
-        aux_layer_ids=(0, 1, 3),
+        aux_layer_ids=(0, 1, 2),
     )
     params = drawn(head_params(config), 1)
     token_ids = jnp.arange(2 * QUERIES, dtype=jnp.int32)

@@ -145,6 +145,7 @@ def test_a_bundle_without_a_kernel_for_it_runs_xlas_path() -> None:
     assert OPS["xla"].xla_for_fp8() == OPS["gpu_interpret"].xla_for_fp8() == ()
 
 
+@pytest.mark.usefixtures("few_programs")
 @needs_mosaic_gpu
 @pytest.mark.parametrize(
     ("queries_per_row", "rotary"),

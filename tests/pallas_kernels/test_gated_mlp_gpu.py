@@ -42,7 +42,7 @@ SMALL_PROGRAMS = {
     "a ragged M, three steps of K": (300, 192, 256, SMALL),
     "one tile, one step": (128, 64, 128, replace(SMALL, tile_n=64)),
     "M far below a tile": (8, 64, 256, SMALL),
-    "groups of two rows": (600, 128, 256, replace(SMALL, group=2, num_blocks=3)),
+    "groups of two rows": (400, 64, 256, replace(SMALL, group=2, num_blocks=3)),
     "pieces of 64": (256, 128, 256, replace(SMALL, piece=64)),
     "pieces of 64, wide": (256, 192, 256, replace(SMALL, piece=64, tile_n=128)),
     "pieces of 16": (128, 128, 256, replace(SMALL, piece=16)),
@@ -60,7 +60,8 @@ SMALL_PROGRAMS = {
 # They differ from others in a size alone.
 BY_HAND = (
     *("one tile, one step", "M far below a tile", "pieces of 64, wide", "pieces of 16"),
-    *("by columns, alone", "deep ring"),
+    *("by columns, alone", "deep ring", "pieces of 64", "a tall tile", "few tokens"),
+    "one consumer",
 )
 K, N = LLAMA_3_1_8B.widths
 # Tokens, columns of a result, and the tile's columns and piece: of Qwen3-8B, of half of

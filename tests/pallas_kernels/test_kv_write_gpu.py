@@ -257,10 +257,15 @@ def paged(
     return attend, (heads, rows, pool)
 
 
+@pytest.mark.usefixtures("few_programs")
 @needs_mosaic_gpu
 @pytest.mark.parametrize(
     ("packed", "wide", "normed"),
-    [(False, 64, False), (True, 64, True), (False, 128, False)],
+    [
+        (False, 64, False),
+        (True, 64, True),
+        pytest.param(False, 128, False, marks=[pytest.mark.slow, pytest.mark.exhaustive]),
+    ],
 )
 def test_a_layers_attention_is_that_of_xla(packed: bool, wide: int, normed: bool) -> None:
     """This holds also where the pool is wider than a head, and the kernel is not used."""
@@ -279,6 +284,12 @@ def test_a_layers_attention_is_that_of_xla(packed: bool, wide: int, normed: bool
     found, wanted = (np.asarray(x, np.float32)[real] for x in (out, expected))
     assert np.isfinite(wanted).all()
     np.testing.assert_allclose(found, wanted, atol=0.02)
+
+
+@needs_mosaic_gpu
+def test_a_pool_wider_than_a_head_is_written_without_the_kernel() -> None:
+    attend, args = paged("gpu_interpret", packed=False, wide=128)
+    assert "rotate_and_write" not in str(jax.make_jaxpr(attend)(*args))
 
 
 @needs_mosaic_gpu

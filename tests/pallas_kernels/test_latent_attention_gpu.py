@@ -47,7 +47,7 @@ def expected_of(q: np.ndarray, records: np.ndarray, sees: np.ndarray) -> np.ndar
         (5, 14, 16, 2, True),  # two tiles, the second partly filled
         pytest.param(3, 1, 64, 3, False, marks=pytest.mark.slow),
         pytest.param(20, 4, 128, 1, False, marks=pytest.mark.slow),
-        pytest.param(4, 16, 64, 1, True, marks=pytest.mark.slow),
+        pytest.param(4, 16, 64, 1, True, marks=[pytest.mark.slow, pytest.mark.exhaustive]),
     ],
 )
 def test_equals_the_definition_and_reads_no_poison(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import subprocess
 import sys
@@ -127,6 +128,7 @@ def test_only_the_gpu_kernels_read_weights_by_columns() -> None:
     assert not any(ops.with_columns(False).column_major for ops in OPS.values())
 
 
+@functools.cache
 def written_and_seen(
     ops: Ops, *, packed: bool, without_queries: bool = False
 ) -> tuple[np.ndarray, np.ndarray]:
@@ -158,6 +160,7 @@ def written_and_seen(
     return np.asarray(out, np.float32), np.asarray(pages[1:4], np.float32)
 
 
+@pytest.mark.usefixtures("few_programs")
 @needs_mosaic_gpu
 @pytest.mark.parametrize("packed", [False, True])
 def test_the_gpu_kernels_see_what_the_call_writes(packed: bool) -> None:
@@ -167,6 +170,7 @@ def test_the_gpu_kernels_see_what_the_call_writes(packed: bool) -> None:
     np.testing.assert_allclose(out, expected, atol=0.02)
 
 
+@pytest.mark.usefixtures("few_programs")
 @pytest.mark.slow_cases("tpu_interpret-F", "tpu_interpret-T")
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize(
@@ -217,6 +221,7 @@ def rotated_and_mixed(ops: Ops, *, packed: bool) -> np.ndarray:
     return np.asarray(run(heads, jnp.asarray(pages, jnp.bfloat16), rows), np.float32)
 
 
+@pytest.mark.usefixtures("few_programs")
 @pytest.mark.slow_cases("tpu_interpret-F", "tpu_interpret-T", "xla-F", "xla-T")
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize(

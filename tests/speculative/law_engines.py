@@ -54,8 +54,8 @@ OF_SHAPES = Setting("recurrent", (2, 1, 3), 4, others=((0, 1, 1), (1, 1, 2)))
 # One engine an algorithm, of chains or of whole trees: the path that is right is among the nodes.
 FAST = (
     Setting("eagle1", (2, 2, 7), 4),
-    Setting("eagle3", (3, 2, 11), 1),
-    Setting("standalone", (3, 1, 4), 16, shards=2),
+    Setting("eagle3", (2, 2, 7), 1),
+    Setting("standalone", (2, 1, 3), 16, shards=2),
     Setting("multi_layer_not_chained", (3, 1, 4), 64),
     Setting("ngram", (3, 3, 10), 16, shards=4),
     OF_SHAPES,
@@ -63,8 +63,8 @@ FAST = (
     Setting("frozen_kv", (2, 1, 3), 16),
 )
 REST = (
-    Setting("multi_layer_chained", (3, 1, 4), 16, rounds=3),
     Setting("eagle1_ngram", (2, 2, 7), 4),
+    Setting("multi_layer_chained", (3, 1, 4), 16, rounds=3),
     Setting("multi_layer_hidden_first", (2, 3, 13), 4),
     Setting("standalone", (2, 2, 7), 4, shards=2),
     Setting("eagle3", (2, 2, 7), 16, rounds=2, shards=2),

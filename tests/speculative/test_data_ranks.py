@@ -44,7 +44,7 @@ from tests.speculative.test_windows import PAGE, SOME, dense_ids, windowed, with
 from tests.speculative.test_windows import requests as windows_requests
 
 SETTINGS = (
-    Setting("eagle3", (3, 2, 11), 4, ranks=2, shards=2),
+    Setting("eagle3", (2, 2, 7), 4, ranks=2, shards=2),
     Setting("recurrent", (2, 1, 3), 4, others=((0, 1, 1), (1, 1, 2)), ranks=2),
     Setting("multi_layer_not_chained", (3, 1, 4), 4, ranks=4),
     Setting("ngram", (3, 1, 4), 4, ranks=2),

@@ -46,6 +46,8 @@ from tests.speculative.drafter_rows import (
 from tests.speculative.every_drafter import EVERY, KINDS, Kind, of_layers
 from tests.speculative.published_layers import FAMILIES
 
+pytestmark = pytest.mark.law
+
 CHAIN, TREE = (5, 1), (3, 2)
 SHAPES: tuple[Shape, ...] = (CHAIN, TREE, (5, 2), (2, 3), (1, 4), (1, 1))
 # Separate layers in two families as well, with windows, sinks, gated heads and narrow values.
@@ -127,6 +129,7 @@ def check_guesses(kind: Kind, shape: Shape, programs: Programs | None = None) ->
     assert checked > NUM_ROWS
 
 
+@pytest.mark.law("every case")
 @pytest.mark.slow_cases("multi_layer", "eagle3-5-2")
 @pytest.mark.parametrize(("kind", "shape"), cases())
 def test_every_guess_is_that_of_float64(kind: Kind, shape: Shape) -> None:
@@ -168,12 +171,14 @@ def test_of_a_chain_a_drafter_of_tokens_runs_the_last_two_alone() -> None:
     check_chain(KINDS["standalone"], (3, 1))
 
 
+@pytest.mark.law("every case")
 @pytest.mark.slow_cases("multi_layer")
 @pytest.mark.parametrize(("kind", "shape"), cases())
 def test_verifications_leave_what_a_prompt_leaves(kind: Kind, shape: Shape) -> None:
     check_caches(kind, shape)
 
 
+@pytest.mark.law("every case")
 @pytest.mark.parametrize(("kind", "shape"), cases())
 def test_no_live_row_touches_no_row(kind: Kind, shape: Shape) -> None:
     """It changes neither caches outside the dummy page, nor a guess."""

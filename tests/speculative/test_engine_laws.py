@@ -48,6 +48,8 @@ from tests.speculative.law_engines import (
 )
 from tests.support.plans import plan_of
 
+pytestmark = pytest.mark.law
+
 SHAPES = ((1, 1, 2), (3, 1, 4), (1, 3, 4), (2, 2, 4), (3, 2, 7), (3, 4, 13))
 # By row, in turn. The filters that are mixed have an edge that is often chosen.
 FILTERS: dict[str, tuple[dict[str, Any], ...]] = {
@@ -88,11 +90,14 @@ RUNS: tuple[dict[str, Any], ...] = tuple(
 )
 
 
-def every_engine(settings: tuple[Setting, ...] = FAST) -> list[Any]:
+def every_engine(
+    settings: tuple[Setting, ...] = FAST, rest_in_ci: tuple[Setting, ...] = REST[:1]
+) -> list[Any]:
     """Return cases of `settings` and REST: in the fast suite a tree, a lookup and states, in CI one
-    of each algorithm and of rounds. EAGLE-1 is there beside a lookup.
+    of each algorithm. EAGLE-1 is there beside a lookup; test_rounds.py and test_shapes.py have
+    rounds.
     """
-    in_ci = {*FAST[1:], *REST[:2]}
+    in_ci = {*FAST[1:], *rest_in_ci}
 
     def marks_of(setting: Setting) -> Any:
         if setting.kind in ("eagle3", "ngram", "recurrent") and setting in FAST:
@@ -234,7 +239,7 @@ def check_retraction(setting: Setting, *, num_tokens: int, num_pages: int) -> No
     assert (served.num_leaked_pages, served.num_free_pages) == (0, num_pages)
 
 
-@pytest.mark.parametrize("setting", every_engine((FAST[1], FAST[3])), scope="module")
+@pytest.mark.parametrize("setting", every_engine((FAST[1], FAST[3]), ()), scope="module")
 def test_a_retracted_row_goes_on_as_if_nothing_had_been(setting: Setting) -> None:
     sizes = {1: (64, 140), 4: (110, 78), 16: (110, 20), 64: (64, 4)}
     num_tokens, num_pages = sizes[setting.page_size]

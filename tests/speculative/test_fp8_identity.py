@@ -32,7 +32,7 @@ from tests.speculative.engines import (
 )
 
 NEW_TOKENS, CHUNK = 50, 8
-CHAIN, TREE = spec_of(3, 1, 4), spec_of(3, 4, 16)
+CHAIN, TREE = spec_of(2, 1, 3), spec_of(2, 2, 5)
 # Every part has whole blocks on each of two shards; the head of the tests reads 32 numbers.
 SPEC = uniform_decoder(
     vocab_size=320,
@@ -89,11 +89,11 @@ def engines_of(
 
 
 def with_experts() -> ModelSpec:
-    """Return SPEC with four experts a layer, whose `down` has two blocks of inputs."""
+    """Return SPEC with four experts in its second layer, whose `down` has two blocks of inputs."""
     attention = replace(SPEC.one_layer.softmax_attention, qk_norm=True)
     ffn = MoESpec(num_experts=4, top_k=2, inner=256)
-    layer = replace(SPEC.layers[0], attention=attention, ffn=ffn)
-    return replace(SPEC, layers=(layer,) * 2, family="qwen3_moe")
+    first = replace(SPEC.layers[0], attention=attention)
+    return replace(SPEC, layers=(first, replace(first, ffn=ffn)), family="qwen3_moe")
 
 
 def texts(engine: Compiled, requests: list[Request]) -> list[tuple[int, ...]]:

@@ -76,13 +76,13 @@ def engine_of(name: str) -> Compiled:
     if name == "plain":
         return with_grammars(plain_engine())
     if name == "two_rounds":
-        return with_grammars(build(spec_of(3, 1, 4), page_size=16, num_rounds=2))
+        shape = spec_of(2, 1, 3)
+        return with_grammars(build(shape, page_size=16, num_rounds=2, variants=(SAMPLING,)))
     if name == "two_shards":  # each has half of the vocabulary's logits between two programs
         target, head = tiny_params()
         params = sharded(table_of(TARGET), target, 2), sharded(head_params(DRAFT), head, 2)
-        return with_grammars(
-            build(spec_of(3, 2, 7), page_size=16, dial=False, shards=2, params=params)
-        )
+        how: dict[str, Any] = {"page_size": 16, "dial": False, "variants": (SAMPLING,)}
+        return with_grammars(build(spec_of(2, 1, 3), shards=2, params=params, **how))
     return with_grammars(engine((3, 2, 7), 16, options=SAMPLING))
 
 

@@ -47,7 +47,7 @@ TOLERANCE = 1e-4
 END = 5
 WIDTH = 128
 SHAPES = {
-    "tree": spec_of(3, 2, 6),
+    "tree": spec_of(2, 2, 5),
     "ngram": spec_of(3, 2, 6, Algorithm.NGRAM),
 }
 # (prompt length, sampling): the second requests no hidden states.

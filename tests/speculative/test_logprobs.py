@@ -63,7 +63,7 @@ ASKED: tuple[tuple[int, dict[str, Any]], ...] = (
     (30, {"logprob_start_len": 1, "max_new_tokens": 0, "top_logprobs_num": 2}),
 )
 SHAPES = {
-    "tree": spec_of(3, 2, 6),
+    "tree": spec_of(2, 2, 5),
     "ngram": spec_of(3, 2, 6, Algorithm.NGRAM),
 }
 

@@ -106,6 +106,7 @@ def test_two_shards_write_the_text_of_plain_decoding(checkpoint: Path) -> None:
     check_identity(plain, engine_of(load(checkpoint, shards=2), TREE))
 
 
+@pytest.mark.law("every case")
 @pytest.mark.exhaustive_cases(  # as others' do
     *("mimo]", "glm4_moe]", "deepseek_v32]", "glm_moe_dsa]")
 )

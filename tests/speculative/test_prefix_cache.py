@@ -79,7 +79,7 @@ def nextn() -> Kind:
 
 # One of each algorithm, and a lookup beside a draft model.
 SETTINGS = {
-    "chain": Setting(KINDS["eagle3"], (3, 1, 4), 1),
+    "chain": Setting(KINDS["eagle3"], (2, 1, 3), 1),
     "ngram": Setting(KINDS["ngram"], (3, 2, 7), 16),
     "not_chained": Setting(KINDS["multi_layer_not_chained"], (3, 2, 7), 4),
     "nextn": Setting(nextn(), (3, 1, 4), 4),

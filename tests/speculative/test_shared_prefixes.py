@@ -50,7 +50,7 @@ class LeadersPages(Ops):
 
 @cache
 def engine(kind: str) -> Compiled:
-    shape = {"chain": (3, 1, 4), "tree": (3, 2, 7)}[kind]
+    shape = {"chain": (2, 1, 3), "tree": (2, 2, 5)}[kind]
     ops, variants = LeadersPages(), (SAMPLING,)
     spec = spec_of(*shape)
     return build(spec, page_size=PAGE_SIZE, dial=False, variants=variants, ops=ops, sharing=SHARING)

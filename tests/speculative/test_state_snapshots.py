@@ -47,9 +47,9 @@ MTP = "qwen3_5"
 
 
 @functools.cache
-def engine(name: str, *, ranks: int = 1) -> Compiled:
-    """Return an engine with page size 4, two shards, a corpus of the rows' texts and smaller
-    shapes, or 16 and one."""
+def engine(name: str, *, ranks: int = 1, has_shapes: bool = False) -> Compiled:
+    """Return an engine with page size 4, two shards and a corpus of the rows' texts, or 16 and
+    one. has_shapes: also a plain step and a chain."""
     is_tree = name == TREE
     kind = KINDS["ngram" if is_tree else "recurrent"]
     spec, target = kind.spec((3, 3, 8) if is_tree else (3, 1, 4)), MIXER_TARGETS["hybrid"]
@@ -71,7 +71,7 @@ def engine(name: str, *, ranks: int = 1) -> Compiled:
         target_spec=target,
         make=(lambda ops, shard: kind.make(spec, ops, shard)) if is_tree else layer_drafter,
         snapshots=MANY,
-        shapes=tuple(kind.spec(each) for each in ((0, 1, 1), (1, 1, 2))) if is_tree else (),
+        shapes=tuple(kind.spec(each) for each in ((0, 1, 1), (1, 1, 2))) if has_shapes else (),
     )
 
 
@@ -118,7 +118,7 @@ def converse(session: Session, *, num_turns: int) -> list[list[int]]:
 def test_conversations_go_on_after_their_states(
     name: str, chunk_size: int, snapshots: SnapshotLimits
 ) -> None:
-    compiled = engine(name)
+    compiled = engine(name, has_shapes=name == TREE)
     session = Session(compiled, chunk_size=chunk_size, snapshots=snapshots)
     cached = converse(session, num_turns=3)
     assert any(any(of_turn) for of_turn in cached)
@@ -131,7 +131,7 @@ def test_conversations_go_on_after_their_states(
 @pytest.mark.slow
 def test_any_sequence_of_shapes_gives_the_same_text() -> None:
     """Each step folds what the last one accepted, a smaller tree, a chain or a plain step."""
-    compiled = engine(TREE)
+    compiled = engine(TREE, has_shapes=True)
     requests, expected = requests_of(1.0), plain_texts("hybrid", 1.0)
     said = [r.prompt_ids + ids for r, ids in zip(requests, expected, strict=True)]
     shapes = RandomShapes(compiled.limits, seed=4)

@@ -58,6 +58,13 @@ class FollowerThread:
         return self.error
 
 
+def words_of(value: Any) -> list[str]:
+    """Return a flag's words after its name."""
+    if value is True:
+        return []
+    return [str(each) for each in value] if isinstance(value, tuple) else [str(value)]
+
+
 class FollowerProcess:
     """`jspec serve` on a host of its own."""
 
@@ -65,7 +72,7 @@ class FollowerProcess:
         flags = [
             word
             for name, value in {**arguments, "node_rank": rank}.items()
-            for word in (f"--{name.replace('_', '-')}", *([] if value is True else [str(value)]))
+            for word in (f"--{name.replace('_', '-')}", *words_of(value))
         ]
         with log.open("ab") as file:
             self.process = subprocess.Popen(

@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +28,14 @@ PARAMS: list[dict[str, Any]] = [
 ]
 NGRAM = {"speculative_algorithm": "NGRAM"}
 ADAPTERS: dict[str, Any] = {
-    "speculative_algorithm": "NONE",
     "enable_lora": True,
     "max_lora_rank": 4,
     "lora_target_modules": ("q_proj", "down_proj"),
 }
 TREE = {
-    "speculative_num_steps": 3,
+    "speculative_num_steps": 2,
     "speculative_eagle_topk": 2,
-    "speculative_num_draft_tokens": 6,
+    "speculative_num_draft_tokens": 5,
 }
 
 
@@ -103,33 +103,36 @@ def check_texts(
     assert [each.join() for each in followers] == [None] * (count - 1)
 
 
-@pytest.mark.slow
-@pytest.mark.exhaustive  # four hosts have trees, two plain steps and adapters
-def test_two_hosts_give_the_text_of_one(arguments: dict[str, Any]) -> None:
-    check_texts(2, {**arguments, **NGRAM})
+def with_adapter(engine: Engine, path: Path) -> tuple[list[list[int]], list[list[int]]]:
+    """Return the ids of the target alone, and of two rows with an adapter."""
+    plain = ids_of(engine)
+    engine.load_lora_adapter("a", str(path))
+    adapted = ids_of(engine, lora_path=["a", "a", None])
+    assert adapted[:2] != plain[:2]
+    return plain, adapted
+
+
+@pytest.fixture(scope="module")
+def adapter(pair: TinyPair, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("adapter") / "a"
+    target = load_file(pair.target_path / "model.safetensors")
+    write_adapter(path, target, ADAPTERS["lora_target_modules"])
+    return path
 
 
 @pytest.mark.slow
-def test_plain_steps_and_adapters_on_two_hosts_give_the_text_of_one(
-    arguments: dict[str, Any], pair: TinyPair, tmp_path: Path
+@pytest.mark.exhaustive  # below two hosts have trees
+@pytest.mark.parametrize("algorithm", ["NONE", "NGRAM"])
+def test_four_hosts_give_the_text_of_one(
+    arguments: dict[str, Any], adapter: Path, algorithm: str
 ) -> None:
-    write_adapter(
-        tmp_path / "a",
-        load_file(pair.target_path / "model.safetensors"),
-        ADAPTERS["lora_target_modules"],
-    )
-
-    def found(engine: Engine) -> object:
-        plain = ids_of(engine)
-        engine.load_lora_adapter("a", str(tmp_path / "a"))
-        adapted = ids_of(engine, lora_path=["a", "a", None])
-        assert adapted[:2] != plain[:2]
-        return plain, adapted
-
-    check_texts(2, {**arguments, **ADAPTERS}, found)
+    plain = algorithm == "NONE"
+    more = {**arguments, "speculative_algorithm": algorithm, **(ADAPTERS if plain else {})}
+    check_texts(4, more, partial(with_adapter, path=adapter) if plain else ids_of)
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_trees_on_four_hosts_give_the_text_of_one(chain: dict[str, Any]) -> None:
     check_texts(4, {**chain, **TREE})
 
@@ -154,7 +157,7 @@ def pair_of_hosts(
     chain: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Engine, list[FollowerProcess], dict[str, Any], Path]]:
     log = tmp_path_factory.mktemp("hosts") / "follower.log"
-    shared = over(2, chain)
+    shared = over(2, {**chain, **TREE, **ADAPTERS})
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(TOKEN_VARIABLE, TOKEN)
         followers = [FollowerProcess(1, shared, log)]
@@ -168,14 +171,19 @@ def pair_of_hosts(
                 each.process.wait()
 
 
+@pytest.fixture(scope="module")
+def alone(chain: dict[str, Any]) -> Iterator[Engine]:
+    with Engine(**chain, **TREE, **ADAPTERS) as engine:
+        yield engine
+
+
 @pytest.mark.slow
 def test_text_goes_on_over_the_loss_of_any_process(
     pair_of_hosts: tuple[Engine, list[FollowerProcess], dict[str, Any], Path],
-    chain: dict[str, Any],
+    alone: Engine,
 ) -> None:
     engine, followers, shared, log = pair_of_hosts
-    with Engine(**chain) as one:
-        expected = ids_of(one, LONG)
+    expected = ids_of(alone, LONG)
     assert ids_of(engine, LONG) == expected
     assert engine.process_id is not None
     assert kill_while(engine, engine.process_id) == expected
@@ -208,3 +216,12 @@ def test_weights_and_grammars_on_two_hosts(
     assert ids_of(engine) == expected
     with pytest.raises(ConfigError, match="several hosts"):
         _ = engine.served
+
+
+@pytest.mark.slow
+def test_adapters_on_two_hosts_give_the_text_of_one(
+    pair_of_hosts: tuple[Engine, list[FollowerProcess], dict[str, Any], Path],
+    alone: Engine,
+    adapter: Path,
+) -> None:
+    assert with_adapter(pair_of_hosts[0], adapter) == with_adapter(alone, adapter)
