@@ -325,7 +325,8 @@ class GpuOps(Ops):
         sizes = sizes_of(params["experts"])
         few = choose_few(x.shape[0], **sizes._asdict())
         if few is not None:
-            few = for_fp8(few, sizes) if _has_fp8(params["experts"]) else few
+            if _has_fp8(params["experts"]):
+                few = for_fp8(few, sizes, is_one=x.shape[0] == 1)
             shared = None if self.columns else gpu_few.shared_of(params, spec)
             return gpu_few.moe_of_sum(x, delta, scale, params, tuning=few, shared=shared, **how)
         x, experts, run = _planned(x, params["experts"], x.shape[0] * spec.top_k)
