@@ -20,10 +20,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jspec.device.weights import weight_of
 from jspec.pallas_kernels.bundles import OPS
 from jspec.pallas_kernels.experts.gpu import run_experts
+from jspec.pallas_kernels.experts.reference import PRODUCTS
 from jspec.pallas_kernels.experts.tuning import ExpertsTuning, choose_experts
 from jspec.pallas_kernels.shapes import GPT_OSS_20B, QWEN3_30B_A3B
 from jspec.spec.layers.feed_forward import Gate, MoESpec
-from jspec.spec.weight_format import FP8, ArraySpec
+from jspec.spec.weight_format import FP8, MXFP4, ArraySpec
 from tests.pallas_kernels.gpu_kernel_compile import H200
 
 SHAPES = {
@@ -33,13 +34,12 @@ SHAPES = {
 }
 TOKENS = (1, 64, 256, 8192)
 MIXTURE_KERNELS = {1: 4, 4: 5, 16: 5, 256: 8}  # with the norm after it, by tokens
-
-
+PACKED_KERNELS = {1: 3, 16: 5, 64: 6}  # beside two of Mosaic
 FP8_CASES = ((1, True), (16, True), (256, True), (4, False), (256, False))  # tokens, has_blocks
 
 
 def compile_moe(
-    name: str, tokens: int, array: Any, mesh: Mesh, *, format: FP8 | None = None
+    name: str, tokens: int, array: Any, mesh: Mesh, *, format: FP8 | MXFP4 | None = None
 ) -> None:
     """Compile an MoE with its norms, as a layer runs it. format: of the experts."""
     spec, size = SHAPES[name].ffn, SHAPES[name].hidden_size
@@ -49,8 +49,8 @@ def compile_moe(
         for part, entry in SHAPES[name].moe_params.items()
     }
     if format is not None:
-        params["experts"] = {
-            key: packed(format, weight.shape, array) for key, weight in params["experts"].items()
+        params["experts"] |= {
+            key: packed(format, params["experts"][key].shape, array) for key in PRODUCTS
         }
 
     def layer(x: jax.Array, scale: jax.Array, params: Any) -> Any:
@@ -64,14 +64,18 @@ def compile_moe(
     args = (array((tokens, size), jnp.bfloat16), array((size,), jnp.bfloat16), params)
     text = jax.jit(mapped).lower(*args).compile().as_text() or ""
     kernels = text.count('custom_call_target="__gpu$xla.gpu.triton"')
-    if kernels != MIXTURE_KERNELS[tokens]:
+    of_mosaic = text.count("experts_mxfp4_gpu")
+    is_mxfp4 = isinstance(format, MXFP4)
+    if kernels != (PACKED_KERNELS if is_mxfp4 else MIXTURE_KERNELS)[tokens]:
         raise SystemExit(f"{name}, {tokens} tokens: {kernels} Triton kernels")
+    if (of_mosaic > 0) != is_mxfp4:
+        raise SystemExit(f"{name}, {tokens} tokens: {of_mosaic} mentions of the kernel for mxfp4")
     if re.search(r"f8e4m3fn\S* (copy|transpose|fusion)\(", text):
         raise SystemExit(f"{name}, {tokens} tokens: the codes are copied")
     print("compiled", name, tokens, "mixture", format or "")
 
 
-def packed(format: FP8, shape: tuple[int, ...], array: Any) -> Any:
+def packed(format: FP8 | MXFP4, shape: tuple[int, ...], array: Any) -> Any:
     """Return a weight whose codes are column-major, as on a device."""
 
     def make(own: ArraySpec) -> Any:
@@ -99,6 +103,8 @@ def main() -> None:
             compile_moe(name, tokens, array, mesh)
     for tokens, has_blocks in FP8_CASES:
         compile_moe("qwen3-30b-a3b", tokens, array, mesh, format=FP8(has_blocks=has_blocks))
+    for tokens in PACKED_KERNELS:
+        compile_moe("gpt-oss-20b", tokens, array, mesh, format=MXFP4())
     for name, shape in SHAPES.items():
         spec, (size, inner) = shape.ffn, shape.widths
         assert isinstance(spec, MoESpec)

@@ -84,6 +84,18 @@ def test_packed_experts_are_as_good_as_unpacked_ones(inner: int, tokens: int) ->
     check_kernels(3, 320, inner, tokens=tokens, interpret=True)
 
 
+@pytest.mark.mosaic_gpu
+@pytest.mark.slow
+def test_experts_of_another_shard_are_not_read() -> None:
+    """One token has two experts, of which this shard has one."""
+    params = packed_experts(3, 320, 96, seed=1)
+    x, _, weights = routed(1, 3, 2, 320)
+    ids = jnp.asarray([[3, 1]], jnp.int32)
+    how: dict[str, Any] = {"gate": Gate.CLAMPED, "shards": 2}
+    expected = run_experts(x, ids, weights, params, **how)
+    assert_close(OPS["gpu_interpret"].experts(x, ids, weights, params, **how), expected)
+
+
 @needs_gpu
 @pytest.mark.parametrize("tokens", [1, 4, 16, 64, 700])
 def test_packed_experts_on_a_gpu(tokens: int) -> None:

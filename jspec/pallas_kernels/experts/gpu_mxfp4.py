@@ -78,7 +78,7 @@ def packed_product(
     """Multiply the rows of each block by its expert's weights.
 
     rows: tile_m for each of B blocks, or fewer that all blocks have
-    num_pairs: nothing is written for a block with 0; None: every block is used
+    num_pairs: nothing is written for a block with 0; None: for one of another shard, whose id is X
     tile_m: a multiple of 8
     height: rows of a block that are written, the first; None: all
     gate: activation of the result's two halves, to half of the columns
@@ -232,9 +232,11 @@ def _body(plan: _Plan, gate: Gate | None, names: tuple[str, ...], *refs: Any, **
         """Return (block, tile, steps of this turn: none without pairs)."""
         item = program + turn * plan.programs
         block, tile = lax.div(item, plan.turns), lax.rem(item, plan.turns)
-        if "num_pairs" not in given:
-            return block, tile, jnp.int32(plan.steps)
-        return block, tile, jnp.where(given["num_pairs"][block] > 0, plan.steps, 0)
+        if "num_pairs" in given:
+            is_used = given["num_pairs"][block] > 0
+        else:
+            is_used = expert[block] < codes.shape[0]
+        return block, tile, jnp.where(is_used, plan.steps, 0)
 
     lax.cond(
         lax.axis_index("warpgroup") == plan.consumers,
