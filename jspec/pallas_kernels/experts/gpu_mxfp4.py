@@ -33,7 +33,6 @@ from jspec.spec.layers.feed_forward import Gate
 DEPTH = GROUPS * GROUP  # inputs of a stage of the ring
 MOST_STAGES, MOST_CONSUMERS = 8, 4
 REGISTERS = {2: 232, 3: 152, 4: 112}  # of a consumer's thread
-HALF = 32  # columns of gate, and of up, in a tile of 64
 OF_ROWS = plgpu.Layout.WGMMA.reduce(1)
 
 
@@ -229,7 +228,7 @@ def _body(plan: _Plan, gate: Gate | None, names: tuple[str, ...], *refs: Any, **
     turns = (plan.num_blocks * plan.turns - program + plan.programs - 1) // plan.programs
 
     def place(turn: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Return (block, tile, steps of this turn: none without pairs)."""
+        """Return (block, turn of the block, steps: none without pairs)."""
         item = program + turn * plan.programs
         block, tile = lax.div(item, plan.turns), lax.rem(item, plan.turns)
         if "num_pairs" in given:
