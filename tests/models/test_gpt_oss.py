@@ -217,6 +217,23 @@ def test_experts_that_stay_packed_are_the_unpacked_ones(tmp_path: Path) -> None:
     assert_same(found, expected)
 
 
+def test_packed_experts_have_scales_of_at_most_two(tmp_path: Path) -> None:
+    """Kernels apply 2 ** 126 times a scale in one multiplication of bfloat16."""
+    _, small = write_experts(tmp_path)
+    name = "mlp.experts.down_proj_scales"
+    scales = small[name].copy()
+    scales[2, 5, 1] = 130
+    save_file(small | {name: scales}, tmp_path / "packed" / "model.safetensors")
+    table = with_formats(expert_params(MIXTURE, size=96), PACKED)
+    message = r"down_proj_scales has a scale of 2 \*\* 3; expected at most 2 \*\* 1 where"
+    with (
+        open_tensors(tmp_path / "packed") as tensors,
+        pytest.raises(CheckpointError, match=message),
+    ):
+        on_host(param_reads(tensors, table, dtype=np.float32, shards=1))
+    read_experts(tmp_path / "packed", dtype=np.float32)
+
+
 def test_the_headers_tell_what_is_packed_and_without_files_the_config(tmp_path: Path) -> None:
     published = json.loads((GOLDEN / "config.json").read_text())
     config = published | {"quantization_config": {"quant_method": "mxfp4"}}
