@@ -14,7 +14,7 @@ from hypothesis import given, settings
 
 from jspec.pallas_kernels.bundles import OPS
 from jspec.pallas_kernels.experts import gpu as experts_gpu
-from jspec.pallas_kernels.experts.tuning import ExpertsTuning, choose_experts
+from jspec.pallas_kernels.experts.tuning import ExpertsTuning, choose_experts, choose_packed
 from jspec.pallas_kernels.shapes import GPT_OSS_20B, QWEN3_30B_A3B
 from jspec.spec.layers.feed_forward import Gate
 from tests.pallas_kernels.ahead_of_time import needs_cuda_compiler, output_of
