@@ -15,9 +15,9 @@ from typing import Any
 from jaxtyping import Array, Float
 
 from jspec.pallas_kernels.add_norm.gpu import add_and_norm
+from jspec.pallas_kernels.experts import tuning
 from jspec.pallas_kernels.experts.api import Mixed
 from jspec.pallas_kernels.experts.gpu_router import choose, norm_and_score, rule_of, score
-from jspec.pallas_kernels.experts.tuning import MOST_TOKENS
 from jspec.spec.layers.feed_forward import MoESpec
 
 
@@ -34,7 +34,7 @@ def moe_of_sum(
 ) -> tuple[Float[Array, "T E"], Float[Array, "T E"], Mixed]:
     """Compute gpu_few.moe_of_sum for any number of tokens above 0. run: run_experts with tiles."""
     router, experts = params["router"], dict(params["experts"])
-    if x.shape[0] <= MOST_TOKENS:
+    if x.shape[0] <= tuning.MOST_TOKENS:
         total, normed, shares = norm_and_score(
             x, delta, scale, router["kernel"], eps=eps, interpret=interpret
         )
