@@ -47,7 +47,7 @@ from tests.engine.step_watch import BOUNDS, dump_environment, inner_loops, over_
 
 LAYERS = 2
 CI = fewest(LAYERS)
-# To list a step's kernels takes as long again as to compile it: CI lists those of one step.
+# Listing the kernels of a step takes as long as compiling it, so CI lists those of one step.
 LISTED = tuple(job for job in CI if str(job) in BOUNDS and BOUNDS[str(job)].inner_loops)
 LISTED_IN_CI = next(job for job in LISTED if job.model == "qwen3-30b-a3b")
 # The cheapest: a block's forward without a tree.

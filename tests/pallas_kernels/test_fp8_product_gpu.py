@@ -48,7 +48,7 @@ RINGS: dict[str, tuple[int, int, int, bool, ProductTuning]] = {
     "pairs share weights": (136, 256, 128, False, PAIRS),
 }
 BOTH = "an odd M, two blocks of columns"  # in CI; of the others one form, alternating
-# Those above and below have their branches.
+# CI leaves these out, because the other shapes take the same branches.
 BY_HAND = ("few tokens, several turns", "two consumers")
 E, INNER = LLAMA_3_1_8B.widths
 

@@ -76,7 +76,7 @@ def read_codes(
 ) -> W8A8Weight:
     """Read a weight over all shards in its stored form (`stored_w8a8`), without unpacking it."""
     shape = *stack, length, width = spec.physical_shape(shards)
-    # As stored, and as on the device: [.., out, in].
+    # Files and devices both have [.., out, in].
     codes = np.empty((*stack, width, length), format.arrays(shape)["codes"].dtype)
     counts = -(-length // FP8.size) if format.has_blocks else 1
     scales = np.empty((*stack, width, counts), np.float32)
